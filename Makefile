@@ -1,0 +1,36 @@
+# `make demo` and `make test` set themselves up: Python >= 3.11 and make are all they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format clean
+
+demo: $(READY)
+	$(BIN)/ovq demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not plain" --jaxtyping-packages=ovq,beartype.beartype
+	JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -m plain
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch is named first and pinned, so that no other package chooses its build.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "make: Python >= 3.11 is needed, got $$($(PYTHON) --version); name one with PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch -c constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' -c constraints.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist src/*.egg-info

@@ -1,0 +1,16 @@
+"""Online vector-quantized attention for PyTorch.
+
+The operator needs torch alone; models, tasks, training and reports are in the subpackages and need
+the extras named in their error messages.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ovq.ops.ovq_attention import DictionaryConfig, OVQState, ovq_attention
+
+try:
+    __version__ = version("ovq")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0.0.0"
+
+__all__ = ["DictionaryConfig", "OVQState", "__version__", "ovq_attention"]

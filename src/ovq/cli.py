@@ -1,0 +1,274 @@
+"""The command line: ``ovq train``, ``evaluate``, ``generate``, ``report``, ``recipes``."""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Table
+except ImportError as error:
+    sys.exit(f"ovq: the command line needs {error.name}: pip install 'ovq[all]'")
+
+RUNS = Path("runs")
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Online vector-quantized attention: train, evaluate and generate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
+
+
+def one_line_errors(command: Callable) -> Callable:
+    """Bad input ends a command with one line on standard error and exit code 2."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ValueError, ImportError, OSError) as error:
+            message = " ".join(str(error).split())
+            print(f"ovq: {message}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            print("ovq: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run
+
+
+@contextmanager
+def _bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
+    """A progress bar with time left: a function of done, total and the fields of the columns.
+
+    It appears with its first update, so that bad input leaves nothing but its one line.
+    """
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        *(TextColumn(column) for column in columns),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+    def update(done: int, total: int, **fields: Any) -> None:
+        if not bar.task_ids:
+            bar.add_task(name, total=total, **fields)
+            bar.start()
+        bar.update(bar.task_ids[0], completed=done, **fields)
+
+    try:
+        yield update
+    finally:
+        if bar.task_ids:
+            bar.stop()
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+@app.callback()
+def main(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show log lines.")] = False,
+) -> None:
+    """Online vector-quantized attention: train, evaluate and generate."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
+
+
+@app.command()
+@one_line_errors
+def recipes() -> None:
+    """List the recipes."""
+    from ovq.recipes import RECIPES
+
+    table = Table("recipe", "what it trains", box=None, pad_edge=False)
+    for name, recipe in RECIPES.items():
+        table.add_row(name, (recipe.__doc__ or "").splitlines()[0])
+    console.print(table)
+
+
+@app.command()
+@one_line_errors
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="See `ovq recipes`.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Folder of .txt files, for recipes that train on text.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Train a recipe into a run folder; the same command resumes an interrupted run."""
+    from ovq.recipes import make_run
+
+    config = make_run(recipe, seed=seed, steps=steps, source=source)
+    folder = output or RUNS / config.name
+    _set_threads(threads)
+    from transformers.utils import logging as transformers_logging
+
+    from ovq.train import train as train_run
+
+    transformers_logging.disable_progress_bar()
+    with _bar(config.name, "loss {task.fields[loss]}", "{task.fields[rate]} tokens/s") as update:
+
+        def progress(step: int, steps: int, loss: float, rate: float) -> None:
+            update(step, steps, loss=f"{loss:.3f}", rate=f"{rate:,.0f}")
+
+        run = train_run(config, folder, progress)
+    step = run["training"]["steps"]
+    if run["status"] == "interrupted":
+        console.print(f"interrupted at step {step}: the same command goes on from {folder}")
+        raise typer.Exit(INTERRUPTED)
+    console.print(f"{folder}: done, {step} steps, loss {run['training']['losses'][-1]:.3f}")
+
+
+@app.command()
+@one_line_errors
+def evaluate(
+    runs: Runs,
+    lengths: Annotated[
+        str, typer.Option(help="Context lengths, such as 128,256; the recipe's by default.")
+    ] = "",
+    num_centroids: Annotated[
+        str, typer.Option(help="Slots of the dictionary, such as 64,T/4 (T: the context).")
+    ] = "",
+    num_sequences: Annotated[int | None, typer.Option(help="Sequences a setting.")] = None,
+    threads: Threads = None,
+) -> None:
+    """Evaluate runs at any context length and any number of centroids."""
+    from ovq.evaluate import evaluate as evaluate_run
+
+    _set_threads(threads)
+    for folder in runs:
+        with _bar(str(folder), "{task.fields[last]}") as update:
+
+            def progress(done: int, total: int, last: dict, update=update) -> None:
+                update(done, total, last=f"T={last['length']:,} accuracy {last['accuracy']:.3f}")
+
+            results = evaluate_run(
+                folder,
+                lengths=tuple(_numbers("lengths", lengths)),
+                num_centroids=tuple(part.strip() for part in num_centroids.split(",") if part),
+                num_sequences=num_sequences,
+                progress=progress,
+            )
+        _print_results(folder.name, results)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"{name} must be whole numbers of at least 1, got {part!r}")
+    return [int(part) for part in parts]
+
+
+def _print_results(name: str, results: list[dict]) -> None:
+    from ovq.report import COLUMNS, cells
+
+    _print_table(COLUMNS, [cells({"run": name, **result}) for result in results])
+
+
+def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
+@one_line_errors
+def generate(
+    run: Run,
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with that text.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=1, help="Take so many held-out tokens as the prompt.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.7,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the likeliest.")] = None,
+    seed: int = 0,
+    threads: Threads = None,
+) -> None:
+    """Continue a prompt with a trained run; the state keeps its size."""
+    if sum(given is not None for given in (prompt, prompt_file, held_out)) != 1:
+        raise ValueError("exactly one of --prompt, --prompt-file and --held-out must be given")
+    from ovq.evaluate import generate as continue_prompt
+    from ovq.evaluate import held_out_tokens, load_run
+
+    _set_threads(threads)
+    text = _read_text(prompt_file) if prompt_file is not None else prompt
+    config, model = load_run(run)
+    task = config.task
+    ids = held_out_tokens(task, held_out or 1) if text is None else task.encode(text)
+    with console.status(f"{len(ids):,} tokens of prompt, then {max_new_tokens:,} new ones"):
+        new, before, after = continue_prompt(
+            model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            seed=seed,
+        )  # fmt: skip
+    console.print("[dim]…" if len(ids) > 400 else "[dim]", end="")
+    console.print(task.decode(ids[-400:]), style="dim", markup=False, end="")
+    console.print(task.decode(new), markup=False)
+    console.print(
+        f"state: {before:,} bytes after the {len(ids):,} tokens of the prompt, {after:,} bytes "
+        f"after {len(new):,} more"
+    )
+
+
+def _read_text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"prompt_file must be UTF-8 text, got {path} with byte {data[error.start]:#04x} at "
+            f"{error.start}"
+        ) from None
+
+
+@app.command()
+@one_line_errors
+def report(
+    runs: Runs,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder.")] = Path("report"),
+) -> None:
+    """Draw evaluated runs: a table here, table.md and accuracy.png in the output folder."""
+    from ovq.report import COLUMNS, cells
+    from ovq.report import report as write_report
+
+    rows = write_report(runs, output)
+    _print_table(COLUMNS, [cells(row) for row in rows])
+    console.print(f"written: {output / 'table.md'}, {output / 'accuracy.png'}")

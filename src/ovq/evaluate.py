@@ -1,0 +1,240 @@
+"""Measure a trained run: any context length, any number of centroids, other than trained too."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ovq.models import OVQCache, OVQForCausalLM
+from ovq.run_config import RunConfig, environment
+from ovq.runs import MODEL_FOLDER, read_run, write_run
+from ovq.tasks import Split, Task, TaskDataset
+
+# Evaluation data has a seed of its own; the split keeps it apart from the training data anyway.
+EVALUATION_SEED = 1
+TOKENS_PER_BATCH = 32_768
+
+# Called after every setting with those done, those in all, and the last result.
+Progress = Callable[[int, int, dict[str, Any]], None]
+
+
+def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
+    """The configuration and the trained model of a run folder, ready to evaluate.
+
+    Raises:
+        ValueError: no run, one that is not done, or one whose model is damaged or another's.
+    """
+    run = read_run(folder)
+    config = RunConfig.from_dict(run["config"])
+    if run.get("status") != "done":
+        raise ValueError(f"RUN must be done, got {folder} with status {run.get('status')!r}")
+    try:
+        model = OVQForCausalLM.from_pretrained(folder / MODEL_FOLDER, local_files_only=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(
+            f"RUN must hold a whole model, got {folder / MODEL_FOLDER}: {line}"
+        ) from None
+    for name, value in config.model.items():
+        held = getattr(model.config, name)
+        same = value.items() <= held.items() if isinstance(value, dict) else value == held
+        if not same:
+            raise ValueError(
+                f"RUN must hold the model of its own configuration, got {folder} with {name} = "
+                f"{held!r}, not {value!r}"
+            )
+    return config, model.eval()
+
+
+def num_centroids_at(setting: str, length: int) -> int:
+    """The number that a setting such as ``64`` or ``T/4`` means at a context of ``length`` tokens.
+
+    Raises:
+        ValueError: the setting is neither form.
+
+    >>> num_centroids_at("T/4", 128), num_centroids_at("64", 128)
+    (32, 64)
+    """
+    match = re.fullmatch(r"(T/)?([1-9][0-9]*)", setting)
+    if match is None:
+        raise ValueError(
+            f"num_centroids must be a number or a fraction of the context such as T/4, got "
+            f"{setting!r}"
+        )
+    number = int(match[2])
+    return max(1, length // number) if match[1] else number
+
+
+def evaluate(
+    folder: Path,
+    *,
+    lengths: tuple[int, ...] = (),
+    num_centroids: tuple[str, ...] = (),
+    num_sequences: int | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate a run and add the results to its run file, in place of equal settings' older ones.
+
+    Args:
+        folder: of a run that is done.
+        lengths: context lengths; the recipe's when empty.
+        num_centroids: settings as :func:`num_centroids_at` reads them; the recipe's when empty.
+        num_sequences: at each setting; the recipe's when ``None``.
+        progress: called after every setting.
+
+    Returns:
+        One dictionary a setting: length, num_centroids (``None`` without a dictionary), the setting
+        as written, sequences, loss in nats a labelled token, accuracy, and the bytes of state of
+        one row at the end.
+
+    Raises:
+        ValueError: as :func:`load_run`; settings out of their range.
+    """
+    config, model = load_run(folder)
+    given = replace(
+        config.evaluation,
+        lengths=lengths or config.evaluation.lengths or (config.task.context_length,),
+        num_centroids=num_centroids or config.evaluation.num_centroids,
+        num_sequences=config.evaluation.num_sequences if num_sequences is None else num_sequences,
+    )
+    if given.num_sequences < 1:
+        raise ValueError(f"num_sequences must be at least 1, got {given.num_sequences}")
+    has_dictionary = "ovq" in model.config.mixer_names
+    trained = str(model.config.dictionary["num_centroids"])
+    settings = (given.num_centroids or (trained,)) if has_dictionary else (None,)
+    for setting in settings:
+        if setting is not None:
+            num_centroids_at(setting, 1)
+    trained_task = config.task.without_curriculum()
+    tasks = {length: trained_task.with_length(length) for length in given.lengths}
+    pairs = [(length, setting) for length in given.lengths for setting in settings]
+    results: list[dict[str, Any]] = []
+    for done, (length, setting) in enumerate(pairs, start=1):
+        number = None if setting is None else num_centroids_at(setting, length)
+        if number is not None:
+            model.set_dictionary(num_centroids=number)
+        results.append(
+            {
+                "length": length,
+                "num_centroids": number,
+                "setting": setting,
+                **measure(model, tasks[length], given.num_sequences),
+            }
+        )
+        if progress is not None:
+            progress(done, len(pairs), results[-1])
+    run = read_run(folder)
+    kept = [
+        result
+        for result in run.get("evaluation", {}).get("results", [])
+        if (result["length"], result["setting"]) not in pairs
+    ]
+    ordered = sorted(kept + results, key=lambda r: (r["length"], r["num_centroids"] or 0))
+    run["evaluation"] = {"seed": EVALUATION_SEED, **environment(), "results": ordered}
+    write_run(folder, run)
+    return results
+
+
+@torch.no_grad()
+def measure(model: OVQForCausalLM, task: Task, num_sequences: int) -> dict[str, Any]:
+    """Loss and accuracy at the labelled tokens of the evaluation split, and the state's bytes."""
+    dataset = TaskDataset(
+        task, num_sequences=num_sequences, seed=EVALUATION_SEED, split=Split.EVALUATE
+    )
+    loss = right = labelled = 0.0
+    for indices in _batches(num_sequences, task.sequence_length):
+        batch = dataset.batch(indices)
+        expected = batch["labels"][:, 1:]
+        asked = expected != -100
+        places = asked.any(0).nonzero()[:, 0]
+        logits = model(
+            batch["input_ids"].to(model.device), logits_to_keep=places.to(model.device),
+            use_cache=False,
+        ).logits.cpu()  # fmt: skip
+        asked, expected = asked[:, places], expected[:, places]
+        loss += cross_entropy(logits[asked].float(), expected[asked], reduction="sum").item()
+        right += (logits.argmax(-1) == expected)[asked].sum().item()
+        labelled += asked.sum().item()
+    return {
+        "num_sequences": num_sequences,
+        "loss": loss / labelled,
+        "accuracy": right / labelled,
+        "state_bytes": model.state_size(task.sequence_length),
+    }
+
+
+def _batches(num_sequences: int, length: int) -> Iterator[range]:
+    size = max(1, TOKENS_PER_BATCH // length)
+    for start in range(0, num_sequences, size):
+        yield range(start, min(start + size, num_sequences))
+
+
+@torch.no_grad()
+def generate(
+    model: OVQForCausalLM,
+    prompt: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> tuple[list[int], int, int]:
+    """Continue a prompt.
+
+    Args:
+        model: in evaluation mode.
+        prompt: ``[T]`` token ids, at least one.
+        max_new_tokens: tokens to generate.
+        temperature: 0 for the likeliest token each time, above 0 for sampling.
+        top_k: sample among so many likeliest tokens only.
+        seed: of the sampling.
+
+    Returns:
+        The new token ids, the bytes of state after the prompt, and those at the end.
+
+    Raises:
+        ValueError: an empty prompt, or a number out of its range.
+    """
+    if prompt.numel() == 0:
+        raise ValueError("prompt must hold at least one token, got none")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    torch.manual_seed(seed)
+    state_bytes: list[int] = []
+
+    def note_state(module: OVQForCausalLM, inputs: tuple, output: Any) -> None:
+        held = getattr(output, "cache", None) or output.past_key_values
+        if isinstance(held, OVQCache):
+            state_bytes.append(held.num_bytes)
+
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+    hook = model.register_forward_hook(note_state)
+    try:
+        ids = model.generate(
+            prompt[None].to(model.device), max_new_tokens=max_new_tokens, eos_token_id=None,
+            **(sampling if temperature > 0 else {"do_sample": False}),
+        )  # fmt: skip
+    finally:
+        hook.remove()
+    return ids[0, prompt.numel() :].tolist(), state_bytes[0], state_bytes[-1]
+
+
+def held_out_tokens(task: Task, num_tokens: int) -> Tensor:
+    """The context of a sequence of the evaluation split, ``[num_tokens]`` ids.
+
+    Raises:
+        ValueError: the task has no such length.
+    """
+    longer = task.without_curriculum().with_length(num_tokens)
+    dataset = TaskDataset(
+        longer, num_sequences=1, seed=EVALUATION_SEED, split=Split.EVALUATE
+    )  # fmt: skip
+    return dataset[0]["input_ids"][:num_tokens]

@@ -1,0 +1,137 @@
+"""The configuration of a causal language model over any pattern of sequence mixers."""
+
+import math
+from dataclasses import asdict, field
+from typing import ClassVar, no_type_check
+
+from transformers import PreTrainedConfig
+
+from ovq.layers.registry import check_mixer_name
+from ovq.ops.ovq_attention import DictionaryConfig
+
+
+# transformers makes this a dataclass that takes any further keyword, which shape checking refuses.
+@no_type_check
+class OVQConfig(PreTrainedConfig):
+    """Shape of the model, in Hugging Face's words where it has them.
+
+    Attributes:
+        vocab_size: tokens in the vocabulary.
+        hidden_size: ``D``.
+        intermediate_size: width of the SwiGLU block.
+        num_hidden_layers: layers.
+        num_attention_heads: query heads ``H``.
+        num_key_value_heads: key-value heads ``G``, which divides ``H``; ``None`` for ``H``.
+        head_dim: ``K = V``; ``None`` for ``hidden_size / H``.
+        max_position_embeddings: the longest sequence it is meant for. Nothing in the model is
+            bound by it, but evaluation tools truncate to it.
+        layer_pattern: mixer names, repeated over the layers.
+        window_size: ``W`` of sliding-window layers: a token sees itself and ``W - 1`` before it.
+        dictionary: the fields of :class:`~ovq.ops.ovq_attention.DictionaryConfig`, for OVQ layers;
+            those left out have its defaults.
+        use_short_conv: whether mixers that may have a short causal convolution have it.
+        rope_theta: base of the rotary frequencies.
+        rms_norm_eps: added to the mean square in the norms.
+        initializer_range: standard deviation of the initial weights.
+        tie_word_embeddings: whether the output layer shares the embedding's weights.
+        use_cache: whether to return the state, outside training, when a call does not say.
+
+    Raises:
+        ValueError: a field out of its range, or an unknown mixer.
+
+    Example:
+        >>> config = OVQConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3)
+        >>> config.mixer_names
+        ['sliding_window', 'ovq', 'sliding_window']
+    """
+
+    model_type = "ovq"
+    # The state's name up to and from transformers 5.24.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    intermediate_size: int = 1408
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    # None until filled in from the others.
+    num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
+    head_dim: int = None  # pyright: ignore[reportAssignmentType]
+    max_position_embeddings: int = 131072
+    layer_pattern: list[str] = field(default_factory=lambda: ["sliding_window", "ovq"])
+    window_size: int = 128
+    dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
+    use_short_conv: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        _check_positive(self, "hidden_size", "num_attention_heads")
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"num_attention_heads must divide hidden_size {self.hidden_size} unless "
+                    f"head_dim is given, got {self.num_attention_heads}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self._check()
+        # In full, so that a saved model does not depend on later defaults.
+        self.dictionary = asdict(dictionary_config(self.dictionary))
+        super().__post_init__(**kwargs)
+
+    @property
+    def mixer_names(self) -> list[str]:
+        """The mixer of each layer: the pattern repeated over the layers."""
+        names = self.layer_pattern
+        return [names[index % len(names)] for index in range(self.num_hidden_layers)]
+
+    def _check(self) -> None:
+        _check_positive(
+            self, "vocab_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads",
+            "head_dim", "max_position_embeddings", "window_size",
+        )  # fmt: skip
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
+                f"got {self.num_key_value_heads}"
+            )
+        if not isinstance(self.layer_pattern, list | tuple) or not self.layer_pattern:
+            raise ValueError(
+                f"layer_pattern must be a list of at least one mixer, got {self.layer_pattern!r}"
+            )
+        self.layer_pattern = list(self.layer_pattern)
+        for name in self.layer_pattern:
+            check_mixer_name(name, "layer_pattern")
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+
+
+def dictionary_config(fields: dict) -> DictionaryConfig:
+    """The dictionary's configuration from its fields by name.
+
+    Raises:
+        ValueError: an unknown or missing field, or one out of its range.
+    """
+    try:
+        return DictionaryConfig(**fields)
+    except TypeError as error:  # an unknown or missing name, which the error states
+        raise ValueError(
+            f"dictionary must hold the fields of DictionaryConfig, got {fields!r}: {error}"
+        ) from None
+
+
+def _check_positive(config: OVQConfig, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

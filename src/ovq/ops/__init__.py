@@ -1,0 +1,1 @@
+"""Operators: functions from tensors to tensors, without parameters."""

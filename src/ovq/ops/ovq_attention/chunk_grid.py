@@ -1,0 +1,132 @@
+"""Where the tokens of a call stand on the chunk grid of their sequences: integers alone.
+
+Chunks are counted from the first token of each sequence, so the rows of a call may stand at
+different phases: because sequences are packed, or because decoding rows are. The grid turns all of
+that into indices into one flat list of tokens, and nothing behind it needs to know how the call was
+made.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+class Chunk(NamedTuple):
+    """One chunk of the grid, for the rows that have tokens of this call in it or beyond.
+
+    Attributes:
+        rows: ``[r]`` the rows of the state concerned, ascending.
+        keys: ``[r, C]`` where the chunk's tokens stand in the flat list.
+        queries: ``[r, w]`` where the call's own tokens of this chunk stand there.
+        visible: ``[r, w, C]`` the tokens of the chunk that each query attends to.
+        full: ``[f]`` the places in ``rows`` of those whose chunk is complete.
+    """
+
+    rows: Int[Tensor, " r"]
+    keys: Int[Tensor, "r C"]
+    queries: Int[Tensor, "r w"]
+    visible: Bool[Tensor, "r w C"]
+    full: Int[Tensor, " f"]
+
+
+@dataclass(frozen=True)
+class ChunkGrid:
+    """The chunks of a call.
+
+    The flat list has the ``R * C`` places of the tails, the ``B * T`` tokens of the call, and one
+    empty place, to which every index beyond a row's end points.
+
+    Attributes:
+        tail_length: ``[R]`` tokens that came in with the state, on the CPU.
+        length: ``[R]`` those and the tokens of the call.
+        first: ``[R]`` where the first token of the call stands in the flat list.
+        chunk_size: ``C``.
+        empty: the place of the empty token.
+        device: of the indices given out.
+    """
+
+    tail_length: Int[Tensor, " R"]
+    length: Int[Tensor, " R"]
+    first: Int[Tensor, " R"]
+    chunk_size: int
+    empty: int
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        batch_size: int,
+        num_tokens: int,
+        tail_length: Int[Tensor, " R"],
+        cu_seqlens: Int[Tensor, " ends"] | None,
+        chunk_size: int,
+    ) -> "ChunkGrid":
+        """The grid of a call on ``[B, T]`` tokens, packed where ``cu_seqlens`` is given."""
+        tails, num_rows = tail_length.cpu(), len(tail_length)
+        if cu_seqlens is None:
+            starts = torch.arange(batch_size) * num_tokens
+            lengths = torch.full((batch_size,), num_tokens)
+        else:
+            ends = cu_seqlens.cpu().long()
+            starts, lengths = ends[:-1], ends.diff()
+        before = num_rows * chunk_size
+        return cls(
+            tail_length=tails,
+            length=tails + lengths,
+            first=before + starts,
+            chunk_size=chunk_size,
+            empty=before + batch_size * num_tokens,
+            device=tail_length.device,
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the longest row."""
+        return -(-int(self.length.max()) // self.chunk_size) if len(self.length) else 0
+
+    @property
+    def num_full(self) -> Int[Tensor, " R"]:
+        """Tokens of each row that are absorbed by the end of the call, tails included."""
+        return self.length // self.chunk_size * self.chunk_size
+
+    def places(self, rows: Int[Tensor, " r"], positions: Int[Tensor, "r p"]) -> Int[Tensor, "r p"]:
+        """Where the tokens at ``positions``, counted from the tail's start, are in the list."""
+        tail = self.tail_length[rows, None]
+        in_tail = rows[:, None] * self.chunk_size + positions
+        in_call = self.first[rows, None] + positions - tail
+        index = torch.where(positions < tail, in_tail, in_call)
+        return index.masked_fill(positions >= self.length[rows, None], self.empty)
+
+    def chunk(self, j: int) -> Chunk:
+        """Chunk ``j``."""
+        C, start = self.chunk_size, j * self.chunk_size
+        rows = ((self.length > start) & (self.length > self.tail_length)).nonzero().flatten()
+        tail, length = self.tail_length[rows], self.length[rows]
+        offset = (tail - start).clamp_min(0)  # of each row's first query in the chunk
+        num_queries = (length - start).clamp_max(C) - offset
+        step = torch.arange(int(num_queries.max()) if len(rows) else 0)
+        query_offset = offset[:, None] + step  # [r, w]
+        queries = self.places(rows, start + query_offset)
+        queries = queries.masked_fill(step >= num_queries[:, None], self.empty)
+        visible = torch.arange(C) <= query_offset[..., None]
+        keys = self.places(rows, (start + torch.arange(C)).expand(len(rows), C))
+        full = (length >= start + C).nonzero().flatten()
+        return Chunk(*(tensor.to(self.device) for tensor in (rows, keys, queries, visible, full)))
+
+    def chunks(self, reverse: bool = False) -> Iterator[Chunk]:
+        """All chunks that hold a token of the call, in order or from the last."""
+        order = range(self.num_chunks)
+        for j in reversed(order) if reverse else order:
+            chunk = self.chunk(j)
+            if len(chunk.rows):
+                yield chunk
+
+    def tail_places(self) -> Int[Tensor, "R C"]:
+        """Where the tokens of the unfinished chunks stand in the flat list, ``[R, C]``."""
+        rows = torch.arange(len(self.length))
+        steps = self.num_full[:, None] + torch.arange(self.chunk_size)
+        return self.places(rows, steps).to(self.device)

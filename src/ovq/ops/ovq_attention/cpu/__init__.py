@@ -1,0 +1,1 @@
+"""OVQ attention in one C++ kernel, built on request and never at import."""

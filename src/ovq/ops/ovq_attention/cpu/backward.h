@@ -1,0 +1,415 @@
+// The backward: from the last chunk to the first, undoing the updates. Part of kernel.cpp.
+//
+// With A[m] = dD[m] / c[m], the gradient of a slot's means over its count: A does not change when the
+// slot absorbs further members, and it is what each member receives. So a chunk's keys and values get
+// A[slot] from later chunks; the update is undone in the sums S = c D; then the chunk's read adds
+// dD / c, with the counts before the chunk, to A.
+
+// The gradients of a read to one list of keys and values, columns padded to whole vectors.
+struct RowGradients {
+  float *keys, *values;  // [count, Kp], [count, Vp]
+};
+
+template <class T>
+struct Backward {
+  const Call& call;
+  const T *grad_o, *q, *k, *v;
+  const float *beta, *lse, *tail_keys, *tail_values, *means_keys, *means_values;
+  const float *grad_keys, *grad_values, *grad_tail_keys, *grad_tail_values;
+  const int64_t *counts, *slots_tail, *slots_tokens;
+  T *dq, *dk, *dv;
+  float *dkeys, *dvalues, *dtail_keys, *dtail_values;
+  double* dbeta;  // [R, H]
+
+  void head(int64_t row, int64_t g) const;
+};
+
+// The dictionary while it is undone, and the accumulators A.
+class Past {
+ public:
+  Past(const Rule& rule, int64_t K, int64_t V, const float* keys, const float* values, const int64_t* counts)
+      : K(K), V(V), Kp(round_up(K, kWidth)), Vp(round_up(V, kWidth)), rule_(rule),
+        active(rule.num_centroids), keys(active * K), values(active * V),
+        grads{Buffer<float>(active * Kp), Buffer<float>(active * Vp)}, bias(active), inverse(active),
+        counts(counts, counts + active) {
+    drop_empty();
+    key_sums_ = Buffer<double>(active * K);
+    value_sums_ = Buffer<double>(active * V);
+    if (rule.unit) units_ = Buffer<float>(active * K), norms_ = Buffer<float>(active);
+    for (int64_t m = 0; m < active; ++m) {
+      const auto count = static_cast<double>(counts[m]);
+      for (int64_t d = 0; d < K; ++d) key_sums_[m * K + d] = count * keys[m * K + d];
+      for (int64_t d = 0; d < V; ++d) value_sums_[m * V + d] = count * values[m * V + d];
+      refresh(m);
+    }
+  }
+
+  const float* read_keys() const { return rule_.unit ? units_ : keys; }
+
+  // Takes the members of a chunk out again.
+  void undo(const int64_t* slots, const float* old_keys, const float* old_values) {
+    for (int64_t i = 0; i < rule_.chunk_size; ++i) {
+      const int64_t m = slots[i];
+      --counts[m];
+      for (int64_t d = 0; d < K; ++d) key_sums_[m * K + d] -= old_keys[i * K + d];
+      for (int64_t d = 0; d < V; ++d) value_sums_[m * V + d] -= old_values[i * V + d];
+    }
+    for (int64_t i = 0; i < rule_.chunk_size; ++i) refresh(slots[i]);
+    drop_empty();
+  }
+
+  // A += dD / c for `count` slots from `first` on.
+  void add(int64_t first, int64_t count, float* of_keys, const float* of_values) {
+    for (int64_t m = first; m < first + count; ++m, of_keys += Kp, of_values += Vp) {
+      if (rule_.unit) through_norm(m, of_keys);
+      add_scaled(grads.keys + m * Kp, of_keys, inverse[m], Kp);
+      add_scaled(grads.values + m * Vp, of_values, inverse[m], Vp);
+    }
+  }
+
+  int64_t K, V, Kp, Vp;
+
+ private:
+  const Rule& rule_;
+
+ public:
+  int64_t active;
+  Buffer<float> keys, values;
+  struct {
+    Buffer<float> keys, values;
+  } grads;  // A, [N, Kp] and [N, Vp]
+  Buffer<float> bias, inverse;
+  std::vector<int64_t> counts;
+
+ private:
+  void drop_empty() {
+    while (active > 0 && counts[active - 1] == 0) --active;
+  }
+
+  void refresh(int64_t m) {
+    const double by = counts[m] > 0 ? 1.0 / static_cast<double>(counts[m]) : 0.0;
+    inverse[m] = static_cast<float>(by);
+    bias[m] = std::log2(static_cast<float>(counts[m]));
+    for (int64_t d = 0; d < K; ++d) keys[m * K + d] = static_cast<float>(by * key_sums_[m * K + d]);
+    for (int64_t d = 0; d < V; ++d)
+      values[m * V + d] = static_cast<float>(by * value_sums_[m * V + d]);
+    if (rule_.unit) norms_[m] = unit_row(units_ + m * K, keys + m * K, K);
+  }
+
+  // The gradient of a key at unit norm becomes that of the key.
+  void through_norm(int64_t m, float* grad) const {
+    const float norm = norms_[m];
+    const float* unit = units_ + m * K;
+    const float along = norm > 1e-6f ? dot(grad, unit, K) : 0.0f;
+    for (int64_t d = 0; d < K; ++d) grad[d] = (grad[d] - along * unit[d]) / norm;
+  }
+
+  Buffer<double> key_sums_, value_sums_;
+  Buffer<float> units_, norms_;
+};
+
+// The backward of the reads of one head, kGroupRows rows at a time: their weights and the gradients of
+// these are held for all slots and tokens, [panel, slot or token, lane].
+template <class T>
+class ReaderBackward {
+ public:
+  ReaderBackward(const Backward<T>& b, int64_t row, int64_t g, int64_t most_slots)
+      : b_(b), c_(b.call), g_(g), Kp_(round_up(c_.K, kWidth)), Vp_(round_up(c_.V, kWidth)),
+        first_head_(c_.start[row] * c_.H + g * c_.J), dbeta_(b.dbeta + row * c_.H + g * c_.J),
+        most_rows_(round_up(std::min(kGroupRows, std::min(c_.C, c_.length[row]) * c_.J), kLanes)),
+        queries_(most_rows_ * c_.K), grads_(most_rows_ * c_.V), scaled_(most_rows_ * Kp_),
+        grad_rows_(most_rows_ * Vp_), lse_(most_rows_), limits_(most_rows_), mean_(most_rows_), with_query_(most_rows_),
+        sums_(most_rows_ * c_.K), weights_(most_rows_ * (most_slots + c_.C)),
+        grad_weights_(most_rows_ * (most_slots + c_.C)) {}
+
+  void read(
+      int64_t first, int64_t count, int64_t offset, Past& past, const Rows& slots, const Rows& tokens,
+      const RowGradients& of_tokens) {
+    const int64_t total = count * c_.J;
+    for (int64_t r = 0; r < total; r += most_rows_) {
+      first_row_ = first * c_.J + r;
+      num_rows_ = std::min(most_rows_, total - r);
+      num_panels_ = round_up(num_rows_, kLanes) / kLanes;
+      pack(offset - first);
+      read_group(past, slots, tokens, of_tokens);
+      for (int64_t i = 0; i < num_rows_; ++i) dbeta_[(first_row_ + i) % c_.J] += with_query_[i];
+    }
+  }
+
+ private:
+  int64_t token_head(int64_t r) const {
+    return first_head_ + (first_row_ + r) / c_.J * c_.H + (first_row_ + r) % c_.J;
+  }
+  float beta(int64_t r) const { return b_.beta[g_ * c_.J + (first_row_ + r) % c_.J]; }
+  float* weights(int64_t p, int64_t m) { return weights_ + (p * num_seen_ + m) * kLanes; }
+  float* grad_weights(int64_t p, int64_t m) { return grad_weights_ + (p * num_seen_ + m) * kLanes; }
+  int64_t seen(int64_t p) const { return static_cast<int64_t>(limits_[(p + 1) * kLanes - 1]) + 1; }
+
+  void pack(int64_t offset) {
+    for (int64_t r = 0; r < num_panels_ * kLanes; ++r) {
+      const bool real = r < num_rows_;
+      const int64_t source = token_head(std::min(r, num_rows_ - 1)), lane = r % kLanes;
+      float* query = queries_ + (r - lane) * c_.K + lane;
+      float* grad = grads_ + (r - lane) * c_.V + lane;
+      float *scaled = scaled_ + r * Kp_, *row = grad_rows_ + r * Vp_;
+      std::memset(scaled, 0, Kp_ * sizeof(float));
+      std::memset(row, 0, Vp_ * sizeof(float));
+      const float by = real ? beta(r) : 0.0f, one = real ? 1.0f : 0.0f;
+      for (int64_t d = 0; d < c_.K; ++d) {
+        scaled[d] = by * static_cast<float>(b_.q[source * c_.K + d]);
+        query[d * kLanes] = scaled[d] * kLog2E;
+      }
+      for (int64_t d = 0; d < c_.V; ++d)
+        grad[d * kLanes] = row[d] = one * static_cast<float>(b_.grad_o[source * c_.V + d]);
+      lse_[r] = real ? b_.lse[source] * kLog2E : kInfinity;
+      limits_[r] = static_cast<float>(offset + (first_row_ + std::min(r, num_rows_ - 1)) / c_.J);
+    }
+  }
+
+  void read_group(Past& past, const Rows& slots, const Rows& tokens, const RowGradients& of_tokens) {
+    num_seen_ = slots.count + seen(num_panels_ - 1);
+    at::parallel_for(0, num_panels_, 1, [&](int64_t begin, int64_t end) {
+      std::fill_n(mean_ + begin * kLanes, (end - begin) * kLanes, 0.0f);
+      std::fill_n(sums_ + begin * kLanes * c_.K, (end - begin) * kLanes * c_.K, 0.0f);
+      for (int64_t m = 0; m < slots.count; m += kBlock)
+        for (int64_t p = begin; p < end; ++p)
+          weigh<false>(p, slots, m, std::min(kBlock, slots.count - m), m);
+      for (int64_t p = begin; p < end; ++p)
+        for (int64_t m = 0; m < seen(p); m += kBlock)
+          weigh<true>(p, tokens, m, std::min(kBlock, seen(p) - m), slots.count + m);
+      for (int64_t m = 0; m < slots.count; m += kBlock)
+        for (int64_t p = begin; p < end; ++p)
+          to_queries(p, slots, m, std::min(kBlock, slots.count - m), m);
+      for (int64_t p = begin; p < end; ++p) {
+        for (int64_t m = 0; m < seen(p); m += kBlock)
+          to_queries(p, tokens, m, std::min(kBlock, seen(p) - m), slots.count + m);
+        finish(p);
+      }
+    });
+    const int64_t of_slots = round_up(slots.count, kBlock) / kBlock;
+    const int64_t in_tokens = num_seen_ - slots.count;
+    const int64_t blocks = of_slots + round_up(in_tokens, kBlock) / kBlock;
+    at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+      Buffer<float> of_keys(kBlock * Kp_), of_values(kBlock * Vp_);
+      for (int64_t block = begin; block < end; ++block) {
+        const bool old = block < of_slots;
+        const int64_t m = (old ? block : block - of_slots) * kBlock;
+        const int64_t size = std::min(kBlock, (old ? slots.count : in_tokens) - m);
+        int64_t p = 0;  // the first panel that sees the block
+        while (!old && seen(p) <= m) ++p;
+        to_rows(p, old ? m : slots.count + m, size, of_keys, of_values);
+        if (old) {
+          past.add(m, size, of_keys, of_values);
+          continue;
+        }
+        for (int64_t i = 0; i < size * Kp_; ++i) of_tokens.keys[m * Kp_ + i] += of_keys[i];
+        for (int64_t i = 0; i < size * Vp_; ++i) of_tokens.values[m * Vp_ + i] += of_values[i];
+      }
+    });
+  }
+
+  // Weights P of a panel for some slots or tokens, their gradients dP, and the rows' means of P dP.
+  template <bool causal>
+  void weigh(int64_t p, const Rows& rows, int64_t first, int64_t count, int64_t at) {
+    const Vec lse0 = Vec::loadu(lse_ + p * kLanes), lse1 = Vec::loadu(lse_ + p * kLanes + kWidth);
+    const Vec limit0 = Vec::loadu(limits_ + p * kLanes);
+    const Vec limit1 = Vec::loadu(limits_ + p * kLanes + kWidth);
+    const Vec zero(0.0f);
+    float *weight = weights(p, at), *grad = grad_weights(p, at);
+    scores(
+        queries_ + p * kLanes * c_.K, c_.K, rows.keys + first * rows.key_stride, rows.key_stride,
+        count, [&](int64_t m, const Vec& s0, const Vec& s1) {
+          const Vec bias(causal ? 0.0f : rows.bias[first + m]);
+          Vec w0 = exp2(at::vec::clamp_max(s0 + bias - lse0, zero));
+          Vec w1 = exp2(at::vec::clamp_max(s1 + bias - lse1, zero));
+          if (causal) {
+            const Vec place(static_cast<float>(first + m));
+            w0 = Vec::blendv(w0, zero, place > limit0);
+            w1 = Vec::blendv(w1, zero, place > limit1);
+          }
+          w0.store(weight + m * kLanes);
+          w1.store(weight + m * kLanes + kWidth);
+        });
+    float* mean = mean_ + p * kLanes;
+    Vec mean0 = Vec::loadu(mean), mean1 = Vec::loadu(mean + kWidth);
+    scores(
+        grads_ + p * kLanes * c_.V, c_.V, rows.values + first * rows.value_stride,
+        rows.value_stride, count, [&](int64_t m, const Vec& g0, const Vec& g1) {
+          mean0 = at::vec::fmadd(Vec::loadu(weight + m * kLanes), g0, mean0);
+          mean1 = at::vec::fmadd(Vec::loadu(weight + m * kLanes + kWidth), g1, mean1);
+          g0.store(grad + m * kLanes);
+          g1.store(grad + m * kLanes + kWidth);
+        });
+    mean0.store(mean);
+    mean1.store(mean + kWidth);
+  }
+
+  // Gradients of the logits, P (dP - mean), in place of dP; what they send to the queries.
+  void to_queries(int64_t p, const Rows& rows, int64_t first, int64_t count, int64_t at) {
+    const float *weight = weights(p, at), *mean = mean_ + p * kLanes;
+    float* grad = grad_weights(p, at);
+    const Vec mean0 = Vec::loadu(mean), mean1 = Vec::loadu(mean + kWidth);
+    for (int64_t i = 0; i < count * kLanes; i += kLanes) {
+      (Vec::loadu(weight + i) * (Vec::loadu(grad + i) - mean0)).store(grad + i);
+      (Vec::loadu(weight + i + kWidth) * (Vec::loadu(grad + i + kWidth) - mean1))
+          .store(grad + i + kWidth);
+    }
+    weighted_sums(
+        grad, count, rows.keys + first * rows.key_stride, rows.key_stride, c_.K,
+        sums_ + p * kLanes * c_.K);
+  }
+
+  // What weights and logits send to the values and keys of some slots or tokens.
+  void to_rows(int64_t panel, int64_t at, int64_t count, float* of_keys, float* of_values) {
+    const int64_t step = num_seen_ * kLanes, left = num_panels_ - panel, row = panel * kLanes;
+    outer_sums(grad_weights(panel, at), step, left, scaled_ + row * Kp_, Kp_, count, of_keys);
+    outer_sums(weights(panel, at), step, left, grad_rows_ + row * Vp_, Vp_, count, of_values);
+  }
+
+  void finish(int64_t p) {
+    for (int64_t r = p * kLanes; r < std::min((p + 1) * kLanes, num_rows_); ++r) {
+      const float* sums = sums_ + p * kLanes * c_.K + r % kLanes;
+      const int64_t at = token_head(r) * c_.K;
+      float with_query = 0.0f;
+      for (int64_t d = 0; d < c_.K; ++d) {
+        with_query += sums[d * kLanes] * static_cast<float>(b_.q[at + d]);
+        b_.dq[at + d] = static_cast<T>(beta(r) * sums[d * kLanes]);
+      }
+      with_query_[r] = with_query;
+    }
+  }
+
+  const Backward<T>& b_;
+  const Call& c_;
+  int64_t g_, Kp_, Vp_, first_head_;
+  double* dbeta_;
+  int64_t most_rows_, first_row_ = 0, num_rows_ = 0, num_panels_ = 0, num_seen_ = 0;
+  Buffer<float> queries_, grads_, scaled_, grad_rows_, lse_, limits_, mean_, with_query_, sums_,
+      weights_,      grad_weights_;
+};
+
+template <class T>
+void Backward<T>::head(int64_t row, int64_t g) const {
+  const Call& c = call;
+  const int64_t C = c.C, K = c.K, V = c.V, tail = c.tail[row], slab = row * c.G + g;
+  const int64_t length = c.length[row] ? tail + c.length[row] : 0;
+  const Stream<T> key_stream(c, tail_keys, k, row, g, c.G, K);
+  const Stream<T> value_stream(c, tail_values, v, row, g, c.G, V);
+  Past past(
+      c.rule, K, V, means_keys + slab * c.N * K, means_values + slab * c.N * V, counts + slab * c.N);
+  const int64_t Kp = past.Kp, Vp = past.Vp, held = past.active;
+  for (int64_t m = 0; m < held; ++m) {
+    std::memset(past.grads.keys + m * Kp, 0, Kp * sizeof(float));
+    std::memset(past.grads.values + m * Vp, 0, Vp * sizeof(float));
+    add_scaled(past.grads.keys + m * Kp, grad_keys + (slab * c.N + m) * K, past.inverse[m], K);
+    add_scaled(past.grads.values + m * Vp, grad_values + (slab * c.N + m) * V, past.inverse[m], V);
+  }
+  Buffer<float> chunk_keys(C * K), chunk_values(C * V), of_keys(C * Kp), of_values(C * Vp);
+  std::vector<int64_t> slots(C);
+  const auto tail_at = [&](int64_t i) { return (row * C + i) * c.G + g; };
+  if (length > 0) {
+    ReaderBackward<T> reader(*this, row, g, held);
+    for (int64_t start = (length - 1) / C * C; start >= 0; start -= C) {
+      const int64_t stop = std::min(start + C, length), count = stop - start;
+      const int64_t first = std::max(start, tail);
+      key_stream.load(chunk_keys, K, start, count);
+      value_stream.load(chunk_values, V, start, count);
+      std::memset(of_keys, 0, C * Kp * sizeof(float));
+      std::memset(of_values, 0, C * Vp * sizeof(float));
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t p = start + i;
+        const float *from_keys = grad_tail_keys + tail_at(i) * K;
+        const float *from_values = grad_tail_values + tail_at(i) * V;
+        if (count == C) {
+          slots[i] = p < tail ? slots_tail[tail_at(p)]
+                              : slots_tokens[(c.start[row] + p - tail) * c.G + g];
+          from_keys = past.grads.keys + slots[i] * Kp;
+          from_values = past.grads.values + slots[i] * Vp;
+        }
+        std::memcpy(of_keys + i * Kp, from_keys, K * sizeof(float));
+        std::memcpy(of_values + i * Vp, from_values, V * sizeof(float));
+      }
+      if (count == C) past.undo(slots.data(), chunk_keys, chunk_values);
+      const Rows old{past.read_keys(), past.values, K, V, past.active, past.bias};
+      const Rows tokens{chunk_keys, chunk_values, K, V, count, nullptr};
+      reader.read(first - tail, stop - first, first - start, past, old, tokens, {of_keys, of_values});
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t p = start + i, own = (c.start[row] + p - tail) * c.G + g;
+        for (int64_t d = 0; d < K; ++d) {
+          const float grad = of_keys[i * Kp + d];
+          if (p < tail)
+            dtail_keys[tail_at(p) * K + d] = grad;
+          else
+            dk[own * K + d] = static_cast<T>(grad);
+        }
+        for (int64_t d = 0; d < V; ++d) {
+          const float grad = of_values[i * Vp + d];
+          if (p < tail)
+            dtail_values[tail_at(p) * V + d] = grad;
+          else
+            dv[own * V + d] = static_cast<T>(grad);
+        }
+      }
+    }
+  }
+  for (int64_t i = length > 0 ? tail : 0; i < C; ++i) {
+    const bool waits = length == 0 && i < tail;
+    for (int64_t d = 0; d < K; ++d)
+      dtail_keys[tail_at(i) * K + d] = waits ? grad_tail_keys[tail_at(i) * K + d] : 0.0f;
+    for (int64_t d = 0; d < V; ++d)
+      dtail_values[tail_at(i) * V + d] = waits ? grad_tail_values[tail_at(i) * V + d] : 0.0f;
+  }
+  for (int64_t m = 0; m < c.N; ++m) {
+    const float count = m < past.active ? static_cast<float>(past.counts[m]) : 0.0f;
+    float *to_keys = dkeys + (slab * c.N + m) * K, *to_values = dvalues + (slab * c.N + m) * V;
+    for (int64_t d = 0; d < K; ++d)
+      to_keys[d] = count > 0.0f ? count * past.grads.keys[m * Kp + d] : 0.0f;
+    for (int64_t d = 0; d < V; ++d)
+      to_values[d] = count > 0.0f ? count * past.grads.values[m * Vp + d] : 0.0f;
+  }
+}
+
+// The gradients of q, k, v, beta, key means, value means, tail keys and tail values.
+std::vector<Tensor> backward(
+    const Tensor& grad_o_in, const Tensor& grad_keys_in, const Tensor& grad_values_in,
+    const Tensor& grad_tail_keys_in, const Tensor& grad_tail_values_in, const Tensor& q_in,
+    const Tensor& k_in, const Tensor& v_in, const Tensor& beta_in, const Tensor& tail_keys_in,
+    const Tensor& tail_values_in, const Tensor& tail_length, const Tensor& key_means_in,
+    const Tensor& value_means_in, const Tensor& counts_in, const Tensor& slots_tail_in,
+    const Tensor& slots_tokens_in, const Tensor& lse_in, const OptionalTensor& starts,
+    const OptionalTensor& lengths, int64_t num_centroids, int64_t chunk_size, bool unit) {
+  const Tensor grad_o = grad_o_in.contiguous(), q = q_in.contiguous(), k = k_in.contiguous();
+  const Tensor v = v_in.contiguous(), beta = beta_in.to(at::kFloat).contiguous();
+  const Tensor tail_keys = tail_keys_in.contiguous(), tail_values = tail_values_in.contiguous();
+  const Tensor keys = key_means_in.contiguous(), values = value_means_in.contiguous();
+  const Tensor grad_keys = grad_keys_in.contiguous(), grad_values = grad_values_in.contiguous();
+  const Tensor grad_tail_keys = grad_tail_keys_in.contiguous();
+  const Tensor grad_tail_values = grad_tail_values_in.contiguous();
+  const Tensor counts = counts_in.contiguous(), slots_tail = slots_tail_in.contiguous();
+  const Tensor slots_tokens = slots_tokens_in.contiguous(), lse = lse_in.contiguous();
+  const Call call(
+      Rule{num_centroids, chunk_size, 0, 0, 0, 0, unit}, q, k, v, tail_length, starts, lengths);
+  Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
+  Tensor dkeys = at::empty_like(keys), dvalues = at::empty_like(values);
+  Tensor dtail_keys = at::empty_like(tail_keys), dtail_values = at::empty_like(tail_values);
+  Tensor dbeta = at::zeros({call.R, call.H}, beta.options().dtype(at::kDouble));
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const auto f = [](const Tensor& t) { return t.const_data_ptr<float>(); };
+    const auto i = [](const Tensor& t) { return t.const_data_ptr<int64_t>(); };
+    const Backward<T> b{
+        call, grad_o.const_data_ptr<T>(), q.const_data_ptr<T>(), k.const_data_ptr<T>(),
+        v.const_data_ptr<T>(), f(beta), f(lse), f(tail_keys), f(tail_values), f(keys), f(values),
+        f(grad_keys), f(grad_values), f(grad_tail_keys), f(grad_tail_values), i(counts),
+        i(slots_tail), i(slots_tokens), dq.data_ptr<T>(), dk.data_ptr<T>(), dv.data_ptr<T>(),
+        dkeys.data_ptr<float>(), dvalues.data_ptr<float>(), dtail_keys.data_ptr<float>(),
+        dtail_values.data_ptr<float>(), dbeta.data_ptr<double>()};
+    for_each_head(call, [&](int64_t row, int64_t g) { b.head(row, g); });
+  };
+  if (q.scalar_type() == at::kBFloat16)
+    run(at::BFloat16{});
+  else
+    run(float{});
+  return {dq, dk, dv, dbeta.sum(0).to(beta_in.scalar_type()), dkeys, dvalues, dtail_keys,
+          dtail_values};
+}

@@ -1,0 +1,196 @@
+// Small dense products and the exponential, in portable vectors.
+//
+// Every product of this operator is one loop: vectors times broadcast scalars, accumulated in
+// registers. What differs is which axis lies in the lanes. In scores and in weighted sums the lanes
+// are *rows of the chunk* (queries or keys), so that maxima, exponentials, masks and ties need no
+// reduction across lanes, and the dictionary is read as it lies in memory, one slot after another.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+namespace ovq {
+
+using Vec = at::vec::Vectorized<float>;
+
+constexpr int64_t kWidth = Vec::size();
+constexpr int64_t kLanes = 2 * kWidth;  // rows of a panel
+constexpr int64_t kTile = 6;            // slots of a register tile: 12 sums, 2 vectors, 1 scalar
+constexpr int64_t kBlock = 96;          // slots whose weights stay in the first-level cache
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Uninitialised memory on a cache line's boundary.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t count) : data_(static_cast<T*>(c10::alloc_cpu(count * sizeof(T)))) {}
+  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~Buffer() { c10::free_cpu(data_); }
+  operator T*() { return data_; }
+  operator const T*() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+// sums[i][j] += sum over d of scalars[i * scalar_row + d * scalar_step] * vectors[d * vector_step + j]
+template <int M, int X>
+C10_ALWAYS_INLINE void multiply_add(
+    Vec (&sums)[M][X], const float* vectors, int64_t vector_step, const float* scalars,
+    int64_t scalar_row, int64_t scalar_step, int64_t depth) {
+  for (int64_t d = 0; d < depth; ++d) {
+    Vec x[X];
+#pragma GCC unroll 8
+    for (int j = 0; j < X; ++j) x[j] = Vec::loadu(vectors + j * kWidth);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) {
+      const Vec y(scalars[i * scalar_row]);
+#pragma GCC unroll 8
+      for (int j = 0; j < X; ++j) sums[i][j] = at::vec::fmadd(y, x[j], sums[i][j]);
+    }
+    vectors += vector_step;
+    scalars += scalar_step;
+  }
+}
+
+// Calls f(std::integral_constant<int, M>, first) over [0, count) in tiles of M = kTile and a rest.
+template <class F>
+C10_ALWAYS_INLINE void in_tiles(int64_t count, const F& f) {
+  int64_t i = 0;
+  for (; i + kTile <= count; i += kTile) f(std::integral_constant<int, kTile>{}, i);
+  switch (count - i) {
+    case 1: f(std::integral_constant<int, 1>{}, i); break;
+    case 2: f(std::integral_constant<int, 2>{}, i); break;
+    case 3: f(std::integral_constant<int, 3>{}, i); break;
+    case 4: f(std::integral_constant<int, 4>{}, i); break;
+    case 5: f(std::integral_constant<int, 5>{}, i); break;
+    default: break;
+  }
+}
+
+// The inner products of a panel's rows with `count` rows of D numbers: emit(m, first half of the
+// lanes, second half). A panel holds kLanes rows transposed: [D, kLanes].
+template <class Emit>
+C10_ALWAYS_INLINE void scores(
+    const float* panel, int64_t D, const float* rows, int64_t stride, int64_t count,
+    const Emit& emit) {
+  in_tiles(count, [&](auto tile, int64_t m) {
+    constexpr int M = decltype(tile)::value;
+    Vec sums[M][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = Vec(0.0f);
+    multiply_add<M, 2>(sums, panel, kLanes, rows + m * stride, stride, 1, D);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) emit(m + i, sums[i][0], sums[i][1]);
+  });
+}
+
+// sums[c, lane] += sum over m of weights[m, lane] * rows[m, c]: a panel's weighted sums.
+inline void weighted_sums(
+    const float* weights, int64_t count, const float* rows, int64_t stride, int64_t columns,
+    float* sums) {
+  in_tiles(columns, [&](auto tile, int64_t c) {
+    constexpr int M = decltype(tile)::value;
+    Vec found[M][2];
+    float* into = sums + c * kLanes;
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) {
+      found[i][0] = Vec::loadu(into + i * kLanes);
+      found[i][1] = Vec::loadu(into + i * kLanes + kWidth);
+    }
+    multiply_add<M, 2>(found, weights, kLanes, rows + c, 1, stride, count);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) {
+      found[i][0].store(into + i * kLanes);
+      found[i][1].store(into + i * kLanes + kWidth);
+    }
+  });
+}
+
+// out[m, c] = sum over panels p and lanes l of weights[p][m, l] * rows[p * kLanes + l, c], for `count`
+// slots m; panels of weights lie `panel_step` apart. Here the lanes are columns: `width` of them, a
+// multiple of kWidth, which is also the stride of rows and of out.
+template <int X>
+inline void outer_columns(
+    const float* weights, int64_t panel_step, int64_t num_panels, const float* rows, int64_t width,
+    int64_t count, float* out) {
+  in_tiles(count, [&](auto tile, int64_t m) {
+    constexpr int M = decltype(tile)::value;
+    Vec sums[M][X];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < X; ++j) sums[i][j] = Vec(0.0f);
+    for (int64_t p = 0; p < num_panels; ++p)
+      multiply_add<M, X>(
+          sums, rows + p * kLanes * width, width, weights + p * panel_step + m * kLanes, kLanes, 1,
+          kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < X; ++j) sums[i][j].store(out + (m + i) * width + j * kWidth);
+  });
+}
+
+inline void outer_sums(
+    const float* weights, int64_t panel_step, int64_t num_panels, const float* rows, int64_t width,
+    int64_t count, float* out) {
+  int64_t c = 0;
+  for (; c + 2 * kWidth <= width; c += 2 * kWidth)
+    outer_columns<2>(weights, panel_step, num_panels, rows + c, width, count, out + c);
+  if (c < width)
+    outer_columns<1>(weights, panel_step, num_panels, rows + c, width, count, out + c);
+}
+
+// 2^x for x <= 100, relative error below 2e-7, exactly 0 below -100 (and for NaN), exactly 1 at 0.
+C10_ALWAYS_INLINE Vec exp2(const Vec& x) {
+  const Vec magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const Vec shifted = x + magic;
+  const Vec r = x - (shifted - magic);  // in [-0.5, 0.5], exact
+  Vec p(0.00132647273f);
+  p = at::vec::fmadd(p, r, Vec(0.00967151299f));
+  p = at::vec::fmadd(p, r, Vec(0.0555073358f));
+  p = at::vec::fmadd(p, r, Vec(0.240222424f));
+  p = at::vec::fmadd(p, r, Vec(0.693147004f));
+  p = at::vec::fmadd(p, r, Vec(1.0f));
+  using Int = at::vec::Vectorized<int32_t>;
+  const Int exponent = at::vec::cast<int32_t, float>(shifted) << Int(23);
+  const Vec scaled = at::vec::cast<float, int32_t>(at::vec::cast<int32_t, float>(p) + exponent);
+  return scaled & (x > Vec(-100.0f));
+}
+
+inline float exp2(float x) { return x > -100.0f ? std::exp2(x) : 0.0f; }
+
+inline float dot(const float* a, const float* b, int64_t D) {
+  Vec sum(0.0f);
+  int64_t d = 0;
+  for (; d + kWidth <= D; d += kWidth) sum = at::vec::fmadd(Vec::loadu(a + d), Vec::loadu(b + d), sum);
+  float total = at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, sum);
+  for (; d < D; ++d) total += a[d] * b[d];
+  return total;
+}
+
+// into += weight * row
+inline void add_scaled(float* into, const float* row, float weight, int64_t D) {
+  for (int64_t d = 0; d < D; ++d) into[d] += weight * row[d];
+}
+
+}  // namespace ovq

@@ -1,0 +1,246 @@
+"""Train a model on a task with ``transformers.Trainer``, in a folder that can be resumed."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import (
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from ovq.models import OVQConfig, OVQForCausalLM
+from ovq.run_config import RunConfig, environment
+from ovq.runs import MODEL_FOLDER, RUN_FILE, read_run, write_run
+from ovq.tasks import LanguageModelingTask, Split, Task, TaskDataset
+
+CHECKPOINT_FOLDER = "checkpoints"
+
+# Called after every step with steps done, steps in all, the loss, and tokens per second.
+Progress = Callable[[int, int, float, float], None]
+
+
+def make_model(config: RunConfig) -> OVQForCausalLM:
+    """The untrained model of a run; its weights follow from the seed."""
+    set_seed(config.training.seed)
+    return OVQForCausalLM(OVQConfig(vocab_size=config.task.vocab_size, **config.model))
+
+
+def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Train a run in its folder, or go on where an interrupted one stopped.
+
+    Ctrl-C ends the run after the step at hand, with a checkpoint; the same call resumes it, to the
+    losses of an uninterrupted run.
+
+    Args:
+        config: of the run.
+        folder: of the run; made if it is not there.
+        progress: called after every step.
+
+    Returns:
+        The run file's content; its ``status`` is ``"done"`` or ``"interrupted"``.
+
+    Raises:
+        ValueError: the folder holds a run of another configuration, or files that are no run.
+    """
+    started = _check_folder(config, folder)
+    if started and started["status"] == "done":
+        return started
+    config.task.prepare()
+    model = make_model(config)
+    checkpoint = latest_checkpoint(folder)
+    run = started or {
+        "config": config.to_dict(),
+        "command": " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None,
+        "seed": config.training.seed,
+        "num_parameters": model.num_parameters(),
+        "seconds": 0.0,
+        **environment(),
+    }
+    run["status"] = "running"
+    write_run(folder, run)
+    watch = _Watch(config, progress)
+    trainer = _Trainer(
+        model=model,
+        args=_arguments(config, folder),
+        train_dataset=TaskDataset(
+            config.task,
+            num_sequences=config.training.num_steps * config.training.batch_size,
+            seed=config.training.seed,
+            split=Split.TRAIN,
+            curriculum=config.training.curriculum,
+        ),
+        callbacks=[watch],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    begun = time.perf_counter()
+    with watch.listening():
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    run["seconds"] += time.perf_counter() - begun
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    run["training"] = {
+        "steps": trainer.state.global_step,
+        "losses": losses,
+        "tokens_per_second": watch.tokens_per_second,
+    }
+    if watch.interrupted:
+        run["status"] = "interrupted"
+    else:
+        save_model(model, config.task, folder / MODEL_FOLDER)
+        run["status"] = "done"
+    write_run(folder, run)
+    if run["status"] == "done":
+        shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
+    return read_run(folder)
+
+
+def save_model(model: OVQForCausalLM, task: Task, folder: Path) -> None:
+    """Write model and tokenizer into a folder, beside it first, then renamed onto it."""
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside)
+    if isinstance(task, LanguageModelingTask):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=task.load_tokenizer())
+        tokenizer.save_pretrained(beside)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(beside, folder)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run folder."""
+    found = (folder / CHECKPOINT_FOLDER).glob("step-*")
+    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
+    """The run file of a run to resume; ``None`` for a new run."""
+    if not (folder / RUN_FILE).exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
+        return None
+    run = read_run(folder)
+    wanted, found = config.to_dict(), run["config"]
+    for part in ("task", "model", "training"):
+        for name in sorted(wanted[part].keys() | found[part].keys()):
+            ours, theirs = wanted[part].get(name), found[part].get(name)
+            if ours != theirs:
+                raise ValueError(
+                    f"--output must be a folder without a run of another configuration, got "
+                    f"{folder} with {part}.{name} = {theirs!r}, not {ours!r}"
+                )
+    return run
+
+
+def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
+    training = config.training
+    return TrainingArguments(
+        output_dir=str(folder / CHECKPOINT_FOLDER / "partial"),
+        max_steps=training.num_steps,
+        per_device_train_batch_size=training.batch_size,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type="cosine",
+        weight_decay=training.weight_decay,
+        adam_beta2=0.95,
+        save_steps=training.save_every,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        seed=training.seed,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+
+
+class _Trainer(Trainer):
+    """The library's trainer, reading examples in order and renaming checkpoints into place."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(dataset)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        partial = Path(self._get_output_dir(trial))
+        step = self.state.global_step
+        place = partial.parent / f"step-{step}"
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(partial / f"checkpoint-{step}", place)
+        for older in partial.parent.glob("step-*"):
+            if older != place:
+                shutil.rmtree(older)
+
+
+class _Watch(TrainerCallback):
+    """Shows progress, and turns Ctrl-C into a checkpoint at the end of the step."""
+
+    def __init__(self, config: RunConfig, progress: Progress | None):
+        self.tokens_per_step = config.training.batch_size * config.task.sequence_length
+        self.progress = progress
+        self.interrupted = False
+        self.tokens_per_second = 0.0
+        self.first_step = 0
+        self.begun = 0.0
+
+    def listening(self) -> "_Interrupts":
+        """A context in which Ctrl-C is heard."""
+        return _Interrupts(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.begun, self.first_step = time.perf_counter(), state.global_step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        steps, seconds = state.global_step - self.first_step, time.perf_counter() - self.begun
+        self.tokens_per_second = round(steps * self.tokens_per_step / seconds, 1)
+        loss = state.log_history[-1].get("loss")
+        if loss is not None and self.progress is not None:
+            self.progress(state.global_step, state.max_steps, loss, self.tokens_per_second)
+
+
+class _Interrupts:
+    """Hears SIGINT and SIGTERM once; a second SIGINT stops at once, as without it."""
+
+    def __init__(self, watch: _Watch):
+        self.watch = watch
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        try:
+            self.before = {
+                s: signal.signal(s, self._heard) for s in (signal.SIGINT, signal.SIGTERM)
+            }
+        except ValueError:  # not in the main thread, which alone hears signals
+            self.before = {}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self.watch.interrupted:
+            raise KeyboardInterrupt
+        self.watch.interrupted = True

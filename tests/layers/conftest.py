@@ -1,0 +1,22 @@
+"""A small configuration that every mixer of the registry can be built from."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+
+@dataclass
+class SmallConfig:
+    hidden_size: int = 32
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 8
+    window_size: int = 5
+    rope_theta: float = 10000.0
+    use_short_conv: bool = False
+    dictionary: dict = field(default_factory=lambda: {"num_centroids": 6, "chunk_size": 4})
+
+
+@pytest.fixture
+def config() -> SmallConfig:
+    return SmallConfig()

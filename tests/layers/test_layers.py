@@ -1,0 +1,108 @@
+"""What single layers promise beyond the contract, the registry, and their bad inputs."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ovq.layers import FullAttention, OVQAttention, SlidingWindowAttention, build_mixer
+from ovq.layers.short_conv import ShortConvolution
+from ovq.ops.ovq_attention import DictionaryConfig, ovq_attention
+
+
+@pytest.fixture
+def ovq(config) -> OVQAttention:
+    torch.manual_seed(0)
+    return build_mixer("ovq", config, layer_idx=0)
+
+
+def test_ovq_layer_is_the_operator_between_projections(ovq):
+    x = torch.randn(2, 11, 32)
+    q, k, v = (p(x).view(2, 11, -1, 8) for p in (ovq.q_proj, ovq.k_proj, ovq.v_proj))
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    o, _ = ovq_attention(q, k, v, 8.0, dictionary=ovq.dictionary)
+    torch.testing.assert_close(ovq(x)[0], ovq.o_proj(o.flatten(2)))
+
+
+def test_beta_starts_at_eight_in_float32(ovq):
+    torch.testing.assert_close(ovq.beta, torch.full((4,), 8.0))
+    assert ovq.to(torch.bfloat16).beta.dtype == torch.float32
+
+
+def test_another_dictionary_on_the_same_weights(ovq, config):
+    x = torch.randn(2, 40, 32)
+    small, state = ovq(x)
+    size = ovq.state_size(40)
+    every_token = DictionaryConfig(num_centroids=64, chunk_size=4, growth="immediate")
+    ovq.set_dictionary(every_token)
+    assert ovq.state_size(40) > size
+    exact, after = ovq(x)
+    assert after.num_bytes == 2 * ovq.state_size(40)
+    assert not torch.allclose(exact, small)
+    q, k, v = (ovq.split_heads(p) for p in ovq.project(x, None))
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    o = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=8.0, enable_gqa=True
+    )
+    torch.testing.assert_close(exact, ovq.merge_heads(o.transpose(1, 2)), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="state must"):
+        ovq(x, state)
+
+
+def test_short_convolution_equals_torchs():
+    torch.manual_seed(0)
+    convolution = ShortConvolution(6)
+    x = torch.randn(2, 9, 6)
+    y, past = convolution(x, convolution.init_state(2))
+    padded = F.pad(x.transpose(1, 2), (3, 0))
+    expected = F.conv1d(padded, convolution.weight.T[:, None], groups=6)
+    torch.testing.assert_close(y, F.silu(expected).transpose(1, 2))
+    assert past.equal(x[:, -3:])
+
+
+def test_short_convolution_is_in_the_state(config):
+    mixer = build_mixer("ovq", replace(config, use_short_conv=True), layer_idx=0)
+    without = build_mixer("ovq", config, layer_idx=0)
+    assert mixer.state_size(9) == without.state_size(9) + 3 * (4 + 2 + 2) * 8 * 4
+    with pytest.raises(ValueError, match=r"convolution inputs \(1, 3, 64\).*got \(1, 0, 0\)"):
+        mixer(torch.randn(1, 2, 32), without(torch.randn(1, 2, 32))[1])
+
+
+def test_an_unknown_mixer_lists_the_known(config):
+    with pytest.raises(ValueError, match=r"name must be one of \['full_attention', .*got 'mamba9'"):
+        build_mixer("mamba9", config, 0)
+
+
+def test_bad_sizes_raise():
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads 4, got 3"):
+        FullAttention(32, 4, 3, 8, rope_theta=None)
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+        FullAttention(32, 4, 4, 0, rope_theta=None)
+    with pytest.raises(ValueError, match="window_size must be at least 1, got 0"):
+        SlidingWindowAttention(32, 4, 4, 8, window_size=0, rope_theta=1e4)
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+        ShortConvolution(4, width=0)
+
+
+def test_hidden_states_of_another_width_raise(ovq):
+    with pytest.raises(ValueError, match=r"must be \[B, T, 32\], got \(1, 3, 31\)"):
+        ovq(torch.randn(1, 3, 31))
+
+
+@pytest.mark.plain
+def test_a_state_of_another_mixer_raises(ovq, config):
+    state = build_mixer("full_attention", config, 0).init_state(1)
+    with pytest.raises(ValueError, match="state must be of class OVQAttentionState, got KVState"):
+        ovq(torch.randn(1, 3, 32), state)
+
+
+def test_importing_layers_needs_torch_and_jaxtyping_only():
+    code = (
+        "import sys, ovq.layers\n"
+        "extras = {'transformers', 'safetensors', 'accelerate', 'numpy.testing', 'triton'}\n"
+        "assert not extras & set(sys.modules), extras & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

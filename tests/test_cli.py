@@ -1,0 +1,155 @@
+"""The commands: their names and options, and that bad input is one line and exit code 2."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ovq.cli import app
+from ovq.recipes import RECIPES, make_run
+from ovq.report import report
+
+# The flags are an interface: a change here is a change for users.
+OPTIONS = {
+    "recipes": set(),
+    "train": {"--output", "--seed", "--steps", "--source", "--threads"},
+    "evaluate": {"--lengths", "--num-centroids", "--num-sequences", "--threads"},
+    "generate": {
+        "--prompt", "--prompt-file", "--held-out", "--max-new-tokens", "--temperature", "--top-k",
+        "--seed", "--threads",
+    },
+    "report": {"--output"},
+}  # fmt: skip
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def bad_input(*arguments):
+    """The one line that a command with bad input writes."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_commands_and_options_are_frozen():
+    import typer
+
+    command = typer.main.get_command(app)
+    found = {
+        name: {o for p in sub.params for o in p.opts if o.startswith("--") and o != "--help"}
+        for name, sub in command.commands.items()
+    }
+    assert found == OPTIONS
+
+
+def test_recipes_lists_every_recipe():
+    result = invoke("recipes")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_is_a_run_of_its_own_name(name):
+    config = make_run(name, seed=3, steps=5)
+    assert config.name == name
+    assert (config.training.seed, config.training.num_steps) == (3, 5)
+    assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_unknown_recipe():
+    line = bad_input("train", "nonsense")
+    assert "RECIPE" in line
+    assert all(name in line for name in RECIPES)
+
+
+def test_missing_and_empty_text_folders(tmp_path):
+    output = tmp_path / "run"
+    for source in (tmp_path / "nowhere", tmp_path):
+        line = bad_input("train", "demo-book", "--source", source, "--output", output)
+        assert str(source) in line
+    assert not output.exists()
+
+
+def test_a_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "book.txt").write_bytes(b"caf\xe9 " * 100)
+    output = tmp_path / "run"
+    assert "book.txt" in bad_input("train", "demo-book", "--source", tmp_path, "-o", output)
+    assert not output.exists()
+
+
+def test_source_with_a_recipe_that_reads_none(tmp_path):
+    assert "--source" in bad_input("train", "demo-recall-ovq", "--source", tmp_path)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "report"])
+def test_a_folder_that_is_no_run(tmp_path, command):
+    line = bad_input(command, tmp_path)
+    assert "RUN must be a run folder" in line
+    assert str(tmp_path) in line
+    assert "RUN must be" in bad_input("generate", tmp_path, "--prompt", "x")
+
+
+def test_exactly_one_prompt(tmp_path):
+    assert "exactly one of" in bad_input("generate", tmp_path)
+    assert "exactly one of" in bad_input("generate", tmp_path, "--prompt", "x", "--held-out", "3")
+
+
+def test_lengths_must_be_numbers(tmp_path):
+    assert "lengths must be whole numbers" in bad_input("evaluate", tmp_path, "--lengths", "64,x")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder made by the commands."""
+    folder = tmp_path_factory.mktemp("runs") / "recall"
+    result = invoke("train", "demo-recall-ovq", "--steps", "2", "-o", folder)
+    assert result.exit_code == 0, result.output
+    result = invoke(
+        "evaluate", folder, "--lengths", "128,256", "--num-centroids", "8,T/4",
+        "--num-sequences", "2",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "256" in result.stdout
+    return folder
+
+
+def test_train_evaluate_generate_report(run, tmp_path):
+    result = invoke("generate", run, "--prompt", "f1 f2 k3 v4 ? k3", "--max-new-tokens", "2")
+    assert result.exit_code == 0, result.output
+    assert "state:" in result.stdout
+    result = invoke("report", run, "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("| demo-recall-ovq |") == 4
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["length"] for row in report([run], tmp_path)] == [128, 128, 256, 256]
+
+
+def test_a_prompt_with_tokens_the_vocabulary_lacks(run):
+    line = bad_input("generate", run, "--prompt", "k3 hello")
+    assert "hello" in line
+
+
+def test_a_prompt_file_that_is_not_utf8(run, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xff")
+    assert "prompt_file must be UTF-8" in bad_input("generate", run, "--prompt-file", path)
+
+
+def test_a_folder_of_another_configuration(run):
+    line = bad_input("train", "demo-recall-ovq", "--steps", "3", "-o", run)
+    assert "training.num_steps = 2, not 3" in line
+
+
+def test_a_run_not_evaluated_cannot_be_reported(run, tmp_path):
+    content = json.loads((run / "run.json").read_text())
+    del content["evaluation"]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    assert "ovq evaluate" in bad_input("report", tmp_path, "-o", tmp_path / "report")
+    assert not (tmp_path / "report").exists()

@@ -1,0 +1,215 @@
+"""Runs: training, interruption and resuming, evaluation, and the files they leave."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ovq.evaluate import evaluate, generate, held_out_tokens, load_run, num_centroids_at
+from ovq.run_config import EvaluationConfig, RunConfig, TrainingConfig
+from ovq.runs import read_run, write_text
+from ovq.tasks import LanguageModelingTask, RecallTask
+from ovq.train import latest_checkpoint, train
+
+STEPS = 8
+
+
+def tiny_run(**training):
+    return RunConfig(
+        name="tiny",
+        task=RecallTask(
+            context_length=32,
+            num_queries=2,
+            num_keys=32,
+            num_values=4,
+            num_filler=4,
+            initial_tokens_per_pair=4,
+        ),
+        model={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "layer_pattern": ["sliding_window", "ovq"],
+            "window_size": 4,
+            "dictionary": {"num_centroids": 8, "chunk_size": 4},
+        },
+        training=TrainingConfig(
+            **(
+                {"num_steps": STEPS, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 2}
+                | {"curriculum": True, "save_every": 3}
+                | training
+            )
+        ),
+        evaluation=EvaluationConfig(num_sequences=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder and run file of a run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, train(tiny_run(), folder)
+
+
+def test_a_run_leaves_its_model_and_its_losses(done):
+    folder, run = done
+    assert run["status"] == "done"
+    assert run["training"]["steps"] == STEPS == len(run["training"]["losses"])
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "run.json"]
+    assert read_run(folder)["config"] == tiny_run().to_dict()
+    assert RunConfig.from_dict(read_run(folder)["config"]) == tiny_run()
+
+
+def test_no_pickle_is_left(done):
+    folder, _ = done
+    suffixes = {path.suffix for path in folder.rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".safetensors"}
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_an_interrupted_run_resumes_to_the_same_losses(done, tmp_path, stop_at):
+    _, whole = done
+
+    def interrupt(step, steps, loss, rate):
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = train(tiny_run(), tmp_path / "run", interrupt)
+    assert first["status"] == "interrupted"
+    assert first["training"]["steps"] < STEPS
+    second = train(tiny_run(), tmp_path / "run")
+    assert second["status"] == "done"
+    assert second["training"]["losses"] == whole["training"]["losses"]
+
+
+def test_a_killed_save_does_not_stop_the_resume(done, tmp_path):
+    _, whole = done
+    folder = tmp_path / "run"
+
+    class KilledError(Exception):
+        pass
+
+    def kill(step, steps, loss, rate):
+        if step == 5:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(tiny_run(), folder, kill)
+    assert latest_checkpoint(folder).name == "step-3"
+    half = folder / "checkpoints" / "partial" / "checkpoint-5"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    assert train(tiny_run(), folder)["training"]["losses"] == whole["training"]["losses"]
+
+
+def test_a_run_that_is_done_is_not_trained_again(done):
+    folder, run = done
+    before = (folder / "run.json").read_bytes()
+    assert train(tiny_run(), folder) == run
+    assert (folder / "run.json").read_bytes() == before
+
+
+def test_a_folder_of_another_configuration_is_refused(done):
+    folder, _ = done
+    with pytest.raises(ValueError, match=r"training.seed = 0, not 7"):
+        train(tiny_run(seed=7), folder)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="--output must be a new or empty folder"):
+        train(tiny_run(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_bad_source_leaves_no_folder(tmp_path):
+    task = LanguageModelingTask(source=str(tmp_path / "nowhere"), context_length=16)
+    with pytest.raises(ValueError, match="nowhere"):
+        train(replace(tiny_run(), task=task), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_takes_any_length_and_any_number_of_centroids(done):
+    folder, _ = done
+    results = evaluate(folder, lengths=(32, 64), num_centroids=("8", "T/4", "T/2"), num_sequences=2)
+    settings = [(result["length"], result["num_centroids"]) for result in results]
+    assert settings == [(32, 8), (32, 8), (32, 16), (64, 8), (64, 16), (64, 32)]
+    assert all(0 <= result["accuracy"] <= 1 and result["loss"] > 0 for result in results)
+    assert results[5]["state_bytes"] > results[3]["state_bytes"]
+    again = evaluate(folder, lengths=(64,), num_centroids=("T/2",), num_sequences=2)
+    assert again == results[5:]
+    assert len(read_run(folder)["evaluation"]["results"]) == len(results)
+
+
+@pytest.mark.parametrize("setting", ["0", "T", "T/0", "-1", "1.5", "many"])
+def test_settings_of_centroids_are_checked(setting):
+    with pytest.raises(ValueError, match="num_centroids must be a number or a fraction"):
+        num_centroids_at(setting, 128)
+
+
+def test_generation_keeps_the_size_of_the_state(done):
+    _, model = load_run(done[0])
+    prompt = held_out_tokens(tiny_run().task, 40)
+    new, before, after = generate(model, prompt, max_new_tokens=9, temperature=0.0)
+    assert len(new) == 9
+    assert before == after == model.state_size(49)
+    ids = prompt.tolist()
+    for token in new:  # the same without a cache
+        logits = model(torch.tensor([ids]), use_cache=False).logits
+        assert logits[0, -1].argmax().item() == token
+        ids.append(token)
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    write_text(path, "old")
+
+    def stop(*names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("{", "whole run.json"),
+        ("[]", "format 'ovq-run'"),
+        ('{"format": "other"}', "format 'ovq-run'"),
+        ('{"format": "ovq-run", "version": 99}', "update ovq"),
+    ],
+)
+def test_a_foreign_run_file_is_an_error(tmp_path, content, rule):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=rule):
+        read_run(tmp_path)
+
+
+def test_a_damaged_model_is_an_error(done, tmp_path):
+    source, _ = done
+    (tmp_path / "model").mkdir()
+    for name in ("run.json", "model/config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    weights = (source / "model/model.safetensors").read_bytes()
+    (tmp_path / "model/model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="RUN must hold a whole model"):
+        load_run(tmp_path)
+
+
+def test_a_model_of_another_configuration_is_an_error(done, tmp_path):
+    source, _ = done
+    (tmp_path / "model").mkdir()
+    for path in (source / "model").iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    run = json.loads((source / "run.json").read_text())
+    run["config"]["model"]["window_size"] = 5
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match="window_size = 4, not 5"):
+        load_run(tmp_path)
