@@ -218,7 +218,7 @@ def generate(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
     hook = model.register_forward_hook(note_state)
     try:
-        ids = model.generate(
+        ids = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             prompt[None].to(model.device), max_new_tokens=max_new_tokens, eos_token_id=None,
             **(sampling if temperature > 0 else {"do_sample": False}),
         )  # fmt: skip

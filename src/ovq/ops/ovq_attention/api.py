@@ -113,17 +113,27 @@ def ovq_attention_with_slots(
         _check_state(state, shape, q, dictionary)
     if not isinstance(beta, Tensor):
         beta = torch.full((q.shape[2],), float(beta), dtype=working_dtype(q.dtype), device=q.device)
-    chosen = _choose(impl)
-    if chosen == "reference":
-        o, after, joined = reference.forward(
-            q, k, v, beta, state, _spans(q, cu_seqlens), slots
-        )  # fmt: skip
+    inputs = (q, k, v, beta, state)
+    if torch.is_autocast_enabled(q.device.type):  # it would cut the state's float32 short
+        with torch.autocast(q.device.type, enabled=False):
+            return _run(_choose(impl), *inputs, cu_seqlens, slots)
+    return _run(_choose(impl), *inputs, cu_seqlens, slots)
+
+
+def _run(
+    impl: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: OVQState,
+    cu_seqlens: Tensor | None, slots: Slots | None,
+) -> tuple[Tensor, OVQState, Slots]:  # fmt: skip
+    if impl == "reference":
+        o, after, joined = reference.forward(q, k, v, beta, state, _spans(q, cu_seqlens), slots)
         return o.to(q.dtype), after, joined
+    dictionary = state.dictionary
     carried = (state.key_means, state.value_means, state.tail_keys, state.tail_values)
     tracked = any(tensor.requires_grad for tensor in (q, k, v, beta, *carried))
-    plain = dictionary.rate == "constant" or not (tracked and torch.is_grad_enabled())
-    if (torch.compiler.is_compiling() and dictionary.rate == "mean") or not plain:
+    through_op = torch.compiler.is_compiling() or (tracked and torch.is_grad_enabled())
+    if through_op and dictionary.rate == "mean":
         return _torch_op(q, k, v, beta, state, cu_seqlens, slots)
+    # A constant rate has no backward by undoing: plain autograd goes through the chunks.
     grid = ChunkGrid.of(
         q.shape[0], q.shape[1], state.tail_length, cu_seqlens, dictionary.chunk_size
     )

@@ -8,7 +8,7 @@ per chunk: it undoes the updates, from the last chunk to the first.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ovq.ops.ovq_attention.chunk_grid import Chunk, ChunkGrid
@@ -105,7 +105,7 @@ def assign(
 
 
 def add_members(
-    into: Tensor, slots: Int[Tensor, "f G C"], tokens: Float[Tensor, "f G C *D"]
+    into: Tensor, slots: Int[Tensor, "f G C"], tokens: Shaped[Tensor, "f G C *D"]
 ) -> Tensor:
     """``into`` ``[f, G, n, ...]`` with each token added to its slot."""
     n = into.shape[2]

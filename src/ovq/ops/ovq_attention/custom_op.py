@@ -63,7 +63,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
         )  # fmt: skip
         fed = None if fed_tail is None or fed_tokens is None else Slots(fed_tail, fed_tokens)
         grid = ChunkGrid.of(q.shape[0], q.shape[1], tail_length, cu_seqlens, chunk_size)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             o, after, slots, lse = forward(q, k, v, beta, state, grid, fed)
         taken = {t.untyped_storage().data_ptr() for t in state.tensors().values()}
         return _apart((o, *after.tensors().values(), *slots, lse), taken)
@@ -103,7 +103,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
             tail_values=grad_tail_values, dictionary=dictionary, **whole,
         )  # fmt: skip
         grid = ChunkGrid.of(q.shape[0], q.shape[1], tail_length, cu_seqlens, chunk_size)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             gradients = backward(
                 grad_o, grad_state, q, k, v, beta, (tail_keys, tail_values), after,
                 Slots(slots_tail, slots_tokens), lse, grid,

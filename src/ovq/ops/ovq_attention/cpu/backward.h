@@ -183,6 +183,7 @@ class ReaderBackward {
       for (int64_t p = begin; p < end; ++p) {
         for (int64_t m = 0; m < seen(p); m += kBlock)
           to_queries(p, tokens, m, std::min(kBlock, seen(p) - m), slots.count + m);
+        hide(p, slots.count + seen(p));
         finish(p);
       }
     });
@@ -257,6 +258,12 @@ class ReaderBackward {
     weighted_sums(
         grad, count, rows.keys + first * rows.key_stride, rows.key_stride, c_.K,
         sums_ + p * kLanes * c_.K);
+  }
+
+  // Nothing goes from a panel's rows to the tokens it does not see.
+  void hide(int64_t p, int64_t at) {
+    std::fill_n(weights(p, at), (num_seen_ - at) * kLanes, 0.0f);
+    std::fill_n(grad_weights(p, at), (num_seen_ - at) * kLanes, 0.0f);
   }
 
   // What weights and logits send to the values and keys of some slots or tokens.
