@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -11,16 +12,18 @@ from torch import Tensor
 
 from ovq.ops.ovq_attention import chunked, reference
 from ovq.ops.ovq_attention.chunk_grid import ChunkGrid
+from ovq.ops.ovq_attention.cpu import kernel
 from ovq.ops.ovq_attention.custom_op import make_custom_op
 from ovq.ops.ovq_attention.dictionary import DictionaryConfig
 from ovq.ops.ovq_attention.state import OVQState, Slots, working_dtype
 
-Implementation = Literal["auto", "reference", "torch"]
-IMPLEMENTATIONS = ("reference", "torch")
+Implementation = Literal["auto", "reference", "torch", "cpu"]
+IMPLEMENTATIONS = ("reference", "torch", "cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger(__name__)
 _torch_op = make_custom_op("chunked", chunked.forward, chunked.backward)
+_cpu_op = make_custom_op("cpu", kernel.forward, kernel.backward)
 
 
 def ovq_attention(
@@ -56,7 +59,8 @@ def ovq_attention(
         dictionary: number of slots, chunk size, and the variants of the learning rule.
         cu_seqlens: ``[S + 1]`` the ends of ``S`` sequences packed into one batch row, from 0 to
             ``T``; the state then has ``S`` rows.
-        impl: ``reference`` (the definition), ``torch`` (chunked, any device), or ``auto``.
+        impl: ``reference`` (the definition), ``torch`` (chunked, any device), ``cpu`` (one C++
+            kernel, once it is built), or ``auto``: ``cpu`` where it serves, else ``torch``.
 
     Returns:
         The output ``[B, T, H, V]`` in the dtype of ``q``, and the state after the last token, in
@@ -113,11 +117,12 @@ def ovq_attention_with_slots(
         _check_state(state, shape, q, dictionary)
     if not isinstance(beta, Tensor):
         beta = torch.full((q.shape[2],), float(beta), dtype=working_dtype(q.dtype), device=q.device)
+    impl = _choose(impl, q.dtype, q.device.type, dictionary.rate)
     inputs = (q, k, v, beta, state)
     if torch.is_autocast_enabled(q.device.type):  # it would cut the state's float32 short
         with torch.autocast(q.device.type, enabled=False):
-            return _run(_choose(impl), *inputs, cu_seqlens, slots)
-    return _run(_choose(impl), *inputs, cu_seqlens, slots)
+            return _run(impl, *inputs, cu_seqlens, slots)
+    return _run(impl, *inputs, cu_seqlens, slots)
 
 
 def _run(
@@ -132,7 +137,10 @@ def _run(
     tracked = any(tensor.requires_grad for tensor in (q, k, v, beta, *carried))
     through_op = torch.compiler.is_compiling() or (tracked and torch.is_grad_enabled())
     if through_op and dictionary.rate == "mean":
-        return _torch_op(q, k, v, beta, state, cu_seqlens, slots)
+        op = _cpu_op if impl == "cpu" else _torch_op
+        return op(q, k, v, beta, state, cu_seqlens, slots)
+    if impl == "cpu":
+        return kernel.forward_call(q, k, v, beta, state, cu_seqlens, slots)[:3]
     # A constant rate has no backward by undoing: plain autograd goes through the chunks.
     grid = ChunkGrid.of(
         q.shape[0], q.shape[1], state.tail_length, cu_seqlens, dictionary.chunk_size
@@ -140,14 +148,26 @@ def _run(
     return chunked.forward(q, k, v, beta, state, grid, slots)[:3]
 
 
-def _choose(impl: str) -> str:
+@torch.compiler.assume_constant_result
+def _choose(impl: str, dtype: torch.dtype, device: str, rate: str) -> str:
     if impl == "auto":
-        return "torch"
+        reason = kernel.why_not(dtype, device, rate)
+        chosen = "cpu" if reason is None else "torch"
+        _say_once(f"impl='auto' chose {chosen!r}" + (f": 'cpu' {reason}" if reason else ""))
+        return chosen
     if impl == "triton":
         raise ValueError(f"impl 'triton' is planned, not here yet; there is {IMPLEMENTATIONS}")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}")
+    reason = kernel.why_not(dtype, device, rate) if impl == "cpu" else None
+    if reason is not None:
+        raise ValueError(f"impl 'cpu' {reason}; impl 'torch' and 'reference' serve here")
     return impl
+
+
+@cache
+def _say_once(line: str) -> None:
+    logger.info(line)
 
 
 def _spans(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:

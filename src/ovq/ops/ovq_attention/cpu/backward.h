@@ -1,9 +1,16 @@
-// The backward: from the last chunk to the first, undoing the updates. Part of kernel.cpp.
+// The backward: from the last chunk to the first, undoing the updates.
 //
-// With A[m] = dD[m] / c[m], the gradient of a slot's means over its count: A does not change when the
-// slot absorbs further members, and it is what each member receives. So a chunk's keys and values get
-// A[slot] from later chunks; the update is undone in the sums S = c D; then the chunk's read adds
-// dD / c, with the counts before the chunk, to A.
+// With A[m] = dD[m] / c[m], the gradient of a slot's means over its count: A does not change when
+// the slot absorbs further members, and it is what each member receives. So a chunk's keys and
+// values get A[slot] from later chunks; the update is undone in the sums S = c D; then the chunk's
+// read adds dD / c, with the counts before the chunk, to A.
+#pragma once
+
+#include "sequences.h"
+
+namespace ovq {
+
+constexpr int64_t kGroupRows = 128;  // rows whose weights the backward holds at a time
 
 // The gradients of a read to one list of keys and values, columns padded to whole vectors.
 struct RowGradients {
@@ -27,10 +34,20 @@ struct Backward {
 // The dictionary while it is undone, and the accumulators A.
 class Past {
  public:
-  Past(const Rule& rule, int64_t K, int64_t V, const float* keys, const float* values, const int64_t* counts)
-      : K(K), V(V), Kp(round_up(K, kWidth)), Vp(round_up(V, kWidth)), rule_(rule),
-        active(rule.num_centroids), keys(active * K), values(active * V),
-        grads{Buffer<float>(active * Kp), Buffer<float>(active * Vp)}, bias(active), inverse(active),
+  Past(
+      const Rule& rule, int64_t K, int64_t V, const float* keys, const float* values,
+      const int64_t* counts)
+      : K(K),
+        V(V),
+        Kp(round_up(K, kWidth)),
+        Vp(round_up(V, kWidth)),
+        rule_(rule),
+        active(rule.num_centroids),
+        keys(active * K),
+        values(active * V),
+        grads{Buffer<float>(active * Kp), Buffer<float>(active * Vp)},
+        bias(active),
+        inverse(active),
         counts(counts, counts + active) {
     drop_empty();
     key_sums_ = Buffer<double>(active * K);
@@ -89,7 +106,7 @@ class Past {
   void refresh(int64_t m) {
     const double by = counts[m] > 0 ? 1.0 / static_cast<double>(counts[m]) : 0.0;
     inverse[m] = static_cast<float>(by);
-    bias[m] = std::log2(static_cast<float>(counts[m]));
+    bias[m] = std::log(static_cast<float>(counts[m]));
     for (int64_t d = 0; d < K; ++d) keys[m * K + d] = static_cast<float>(by * key_sums_[m * K + d]);
     for (int64_t d = 0; d < V; ++d)
       values[m * V + d] = static_cast<float>(by * value_sums_[m * V + d]);
@@ -108,23 +125,35 @@ class Past {
   Buffer<float> units_, norms_;
 };
 
-// The backward of the reads of one head, kGroupRows rows at a time: their weights and the gradients of
-// these are held for all slots and tokens, [panel, slot or token, lane].
+// The backward of the reads of one head, kGroupRows rows at a time: their weights and the gradients
+// of these are held for all slots and tokens, [panel, slot or token, lane].
 template <class T>
 class ReaderBackward {
  public:
   ReaderBackward(const Backward<T>& b, int64_t row, int64_t g, int64_t most_slots)
-      : b_(b), c_(b.call), g_(g), Kp_(round_up(c_.K, kWidth)), Vp_(round_up(c_.V, kWidth)),
-        first_head_(c_.start[row] * c_.H + g * c_.J), dbeta_(b.dbeta + row * c_.H + g * c_.J),
+      : b_(b),
+        c_(b.call),
+        g_(g),
+        Kp_(round_up(c_.K, kWidth)),
+        Vp_(round_up(c_.V, kWidth)),
+        first_head_(c_.start[row] * c_.H + g * c_.J),
+        dbeta_(b.dbeta + row * c_.H + g * c_.J),
         most_rows_(round_up(std::min(kGroupRows, std::min(c_.C, c_.length[row]) * c_.J), kLanes)),
-        queries_(most_rows_ * c_.K), grads_(most_rows_ * c_.V), scaled_(most_rows_ * Kp_),
-        grad_rows_(most_rows_ * Vp_), lse_(most_rows_), limits_(most_rows_), mean_(most_rows_), with_query_(most_rows_),
-        sums_(most_rows_ * c_.K), weights_(most_rows_ * (most_slots + c_.C)),
+        queries_(most_rows_ * c_.K),
+        grads_(most_rows_ * c_.V),
+        scaled_(most_rows_ * Kp_),
+        grad_rows_(most_rows_ * Vp_),
+        lse_(most_rows_),
+        limits_(most_rows_),
+        mean_(most_rows_),
+        with_query_(most_rows_),
+        sums_(most_rows_ * c_.K),
+        weights_(most_rows_ * (most_slots + c_.C)),
         grad_weights_(most_rows_ * (most_slots + c_.C)) {}
 
   void read(
-      int64_t first, int64_t count, int64_t offset, Past& past, const Rows& slots, const Rows& tokens,
-      const RowGradients& of_tokens) {
+      int64_t first, int64_t count, int64_t offset, Past& past, const Rows& slots,
+      const Rows& tokens, const RowGradients& of_tokens) {
     const int64_t total = count * c_.J;
     for (int64_t r = 0; r < total; r += most_rows_) {
       first_row_ = first * c_.J + r;
@@ -145,28 +174,31 @@ class ReaderBackward {
   float* grad_weights(int64_t p, int64_t m) { return grad_weights_ + (p * num_seen_ + m) * kLanes; }
   int64_t seen(int64_t p) const { return static_cast<int64_t>(limits_[(p + 1) * kLanes - 1]) + 1; }
 
+  // Queries (times beta) and output gradients: as rows, and transposed as panels.
   void pack(int64_t offset) {
     for (int64_t r = 0; r < num_panels_ * kLanes; ++r) {
       const bool real = r < num_rows_;
-      const int64_t source = token_head(std::min(r, num_rows_ - 1)), lane = r % kLanes;
-      float* query = queries_ + (r - lane) * c_.K + lane;
-      float* grad = grads_ + (r - lane) * c_.V + lane;
-      float *scaled = scaled_ + r * Kp_, *row = grad_rows_ + r * Vp_;
-      std::memset(scaled, 0, Kp_ * sizeof(float));
-      std::memset(row, 0, Vp_ * sizeof(float));
+      const int64_t source = token_head(std::min(r, num_rows_ - 1));
+      float *scaled = scaled_ + r * Kp_, *grad = grad_rows_ + r * Vp_;
+      std::fill_n(scaled, Kp_, 0.0f);
+      std::fill_n(grad, Vp_, 0.0f);
       const float by = real ? beta(r) : 0.0f, one = real ? 1.0f : 0.0f;
-      for (int64_t d = 0; d < c_.K; ++d) {
+      for (int64_t d = 0; d < c_.K; ++d)
         scaled[d] = by * static_cast<float>(b_.q[source * c_.K + d]);
-        query[d * kLanes] = scaled[d] * kLog2E;
-      }
       for (int64_t d = 0; d < c_.V; ++d)
-        grad[d * kLanes] = row[d] = one * static_cast<float>(b_.grad_o[source * c_.V + d]);
-      lse_[r] = real ? b_.lse[source] * kLog2E : kInfinity;
+        grad[d] = one * static_cast<float>(b_.grad_o[source * c_.V + d]);
+      lse_[r] = real ? b_.lse[source] : kInfinity;
       limits_[r] = static_cast<float>(offset + (first_row_ + std::min(r, num_rows_ - 1)) / c_.J);
+    }
+    for (int64_t r = 0; r < num_panels_ * kLanes; r += kLanes) {
+      float* panel = queries_ + r * c_.K;
+      transpose(panel, kLanes, scaled_ + r * Kp_, Kp_, kLanes, c_.K);
+      transpose(grads_ + r * c_.V, kLanes, grad_rows_ + r * Vp_, Vp_, kLanes, c_.V);
     }
   }
 
-  void read_group(Past& past, const Rows& slots, const Rows& tokens, const RowGradients& of_tokens) {
+  void read_group(
+      Past& past, const Rows& slots, const Rows& tokens, const RowGradients& of_tokens) {
     num_seen_ = slots.count + seen(num_panels_ - 1);
     at::parallel_for(0, num_panels_, 1, [&](int64_t begin, int64_t end) {
       std::fill_n(mean_ + begin * kLanes, (end - begin) * kLanes, 0.0f);
@@ -221,8 +253,8 @@ class ReaderBackward {
         queries_ + p * kLanes * c_.K, c_.K, rows.keys + first * rows.key_stride, rows.key_stride,
         count, [&](int64_t m, const Vec& s0, const Vec& s1) {
           const Vec bias(causal ? 0.0f : rows.bias[first + m]);
-          Vec w0 = exp2(at::vec::clamp_max(s0 + bias - lse0, zero));
-          Vec w1 = exp2(at::vec::clamp_max(s1 + bias - lse1, zero));
+          Vec w0 = exp(at::vec::clamp_max(s0 + bias - lse0, zero));
+          Vec w1 = exp(at::vec::clamp_max(s1 + bias - lse1, zero));
           if (causal) {
             const Vec place(static_cast<float>(first + m));
             w0 = Vec::blendv(w0, zero, place > limit0);
@@ -274,25 +306,28 @@ class ReaderBackward {
   }
 
   void finish(int64_t p) {
+    Buffer<float> rows(kLanes * c_.K);
+    transpose(rows, c_.K, sums_ + p * kLanes * c_.K, kLanes, c_.K, kLanes);
     for (int64_t r = p * kLanes; r < std::min((p + 1) * kLanes, num_rows_); ++r) {
-      const float* sums = sums_ + p * kLanes * c_.K + r % kLanes;
+      const float* row = rows + r % kLanes * c_.K;
       const int64_t at = token_head(r) * c_.K;
       float with_query = 0.0f;
       for (int64_t d = 0; d < c_.K; ++d) {
-        with_query += sums[d * kLanes] * static_cast<float>(b_.q[at + d]);
-        b_.dq[at + d] = static_cast<T>(beta(r) * sums[d * kLanes]);
+        with_query += row[d] * static_cast<float>(b_.q[at + d]);
+        b_.dq[at + d] = static_cast<T>(beta(r) * row[d]);
       }
       with_query_[r] = with_query;
     }
   }
 
+ private:
   const Backward<T>& b_;
   const Call& c_;
   int64_t g_, Kp_, Vp_, first_head_;
   double* dbeta_;
   int64_t most_rows_, first_row_ = 0, num_rows_ = 0, num_panels_ = 0, num_seen_ = 0;
   Buffer<float> queries_, grads_, scaled_, grad_rows_, lse_, limits_, mean_, with_query_, sums_,
-      weights_,      grad_weights_;
+      weights_, grad_weights_;
 };
 
 template <class T>
@@ -303,7 +338,8 @@ void Backward<T>::head(int64_t row, int64_t g) const {
   const Stream<T> key_stream(c, tail_keys, k, row, g, c.G, K);
   const Stream<T> value_stream(c, tail_values, v, row, g, c.G, V);
   Past past(
-      c.rule, K, V, means_keys + slab * c.N * K, means_values + slab * c.N * V, counts + slab * c.N);
+      c.rule, K, V, means_keys + slab * c.N * K, means_values + slab * c.N * V,
+      counts + slab * c.N);
   const int64_t Kp = past.Kp, Vp = past.Vp, held = past.active;
   for (int64_t m = 0; m < held; ++m) {
     std::memset(past.grads.keys + m * Kp, 0, Kp * sizeof(float));
@@ -325,11 +361,11 @@ void Backward<T>::head(int64_t row, int64_t g) const {
       std::memset(of_values, 0, C * Vp * sizeof(float));
       for (int64_t i = 0; i < count; ++i) {
         const int64_t p = start + i;
-        const float *from_keys = grad_tail_keys + tail_at(i) * K;
-        const float *from_values = grad_tail_values + tail_at(i) * V;
+        const float* from_keys = grad_tail_keys + tail_at(i) * K;
+        const float* from_values = grad_tail_values + tail_at(i) * V;
         if (count == C) {
-          slots[i] = p < tail ? slots_tail[tail_at(p)]
-                              : slots_tokens[(c.start[row] + p - tail) * c.G + g];
+          slots[i] =
+              p < tail ? slots_tail[tail_at(p)] : slots_tokens[(c.start[row] + p - tail) * c.G + g];
           from_keys = past.grads.keys + slots[i] * Kp;
           from_values = past.grads.values + slots[i] * Vp;
         }
@@ -339,7 +375,8 @@ void Backward<T>::head(int64_t row, int64_t g) const {
       if (count == C) past.undo(slots.data(), chunk_keys, chunk_values);
       const Rows old{past.read_keys(), past.values, K, V, past.active, past.bias};
       const Rows tokens{chunk_keys, chunk_values, K, V, count, nullptr};
-      reader.read(first - tail, stop - first, first - start, past, old, tokens, {of_keys, of_values});
+      reader.read(
+          first - tail, stop - first, first - start, past, old, tokens, {of_keys, of_values});
       for (int64_t i = 0; i < count; ++i) {
         const int64_t p = start + i, own = (c.start[row] + p - tail) * c.G + g;
         for (int64_t d = 0; d < K; ++d) {
@@ -376,47 +413,4 @@ void Backward<T>::head(int64_t row, int64_t g) const {
   }
 }
 
-// The gradients of q, k, v, beta, key means, value means, tail keys and tail values.
-std::vector<Tensor> backward(
-    const Tensor& grad_o_in, const Tensor& grad_keys_in, const Tensor& grad_values_in,
-    const Tensor& grad_tail_keys_in, const Tensor& grad_tail_values_in, const Tensor& q_in,
-    const Tensor& k_in, const Tensor& v_in, const Tensor& beta_in, const Tensor& tail_keys_in,
-    const Tensor& tail_values_in, const Tensor& tail_length, const Tensor& key_means_in,
-    const Tensor& value_means_in, const Tensor& counts_in, const Tensor& slots_tail_in,
-    const Tensor& slots_tokens_in, const Tensor& lse_in, const OptionalTensor& starts,
-    const OptionalTensor& lengths, int64_t num_centroids, int64_t chunk_size, bool unit) {
-  const Tensor grad_o = grad_o_in.contiguous(), q = q_in.contiguous(), k = k_in.contiguous();
-  const Tensor v = v_in.contiguous(), beta = beta_in.to(at::kFloat).contiguous();
-  const Tensor tail_keys = tail_keys_in.contiguous(), tail_values = tail_values_in.contiguous();
-  const Tensor keys = key_means_in.contiguous(), values = value_means_in.contiguous();
-  const Tensor grad_keys = grad_keys_in.contiguous(), grad_values = grad_values_in.contiguous();
-  const Tensor grad_tail_keys = grad_tail_keys_in.contiguous();
-  const Tensor grad_tail_values = grad_tail_values_in.contiguous();
-  const Tensor counts = counts_in.contiguous(), slots_tail = slots_tail_in.contiguous();
-  const Tensor slots_tokens = slots_tokens_in.contiguous(), lse = lse_in.contiguous();
-  const Call call(
-      Rule{num_centroids, chunk_size, 0, 0, 0, 0, unit}, q, k, v, tail_length, starts, lengths);
-  Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
-  Tensor dkeys = at::empty_like(keys), dvalues = at::empty_like(values);
-  Tensor dtail_keys = at::empty_like(tail_keys), dtail_values = at::empty_like(tail_values);
-  Tensor dbeta = at::zeros({call.R, call.H}, beta.options().dtype(at::kDouble));
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const auto f = [](const Tensor& t) { return t.const_data_ptr<float>(); };
-    const auto i = [](const Tensor& t) { return t.const_data_ptr<int64_t>(); };
-    const Backward<T> b{
-        call, grad_o.const_data_ptr<T>(), q.const_data_ptr<T>(), k.const_data_ptr<T>(),
-        v.const_data_ptr<T>(), f(beta), f(lse), f(tail_keys), f(tail_values), f(keys), f(values),
-        f(grad_keys), f(grad_values), f(grad_tail_keys), f(grad_tail_values), i(counts),
-        i(slots_tail), i(slots_tokens), dq.data_ptr<T>(), dk.data_ptr<T>(), dv.data_ptr<T>(),
-        dkeys.data_ptr<float>(), dvalues.data_ptr<float>(), dtail_keys.data_ptr<float>(),
-        dtail_values.data_ptr<float>(), dbeta.data_ptr<double>()};
-    for_each_head(call, [&](int64_t row, int64_t g) { b.head(row, g); });
-  };
-  if (q.scalar_type() == at::kBFloat16)
-    run(at::BFloat16{});
-  else
-    run(float{});
-  return {dq, dk, dv, dbeta.sum(0).to(beta_in.scalar_type()), dkeys, dvalues, dtail_keys,
-          dtail_values};
-}
+}  // namespace ovq

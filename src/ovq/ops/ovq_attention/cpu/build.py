@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("kernel.cpp", "backward.h", "dictionary.h", "products.h")
+SOURCES = ("kernel.cpp", "forward.h", "backward.h", "sequences.h", "dictionary.h", "products.h")
 FOLDER = Path(__file__).parent
 LIBRARY_NAME = "ovq_cpu.so"
 

@@ -1,4 +1,5 @@
-// The dictionary of one key-value head of one sequence: how it grows, who joins which slot, the means.
+// The dictionary of one key-value head of one sequence: how it grows, who joins which slot, the
+// means.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +31,7 @@ struct Rule {
 // The score of `random` seeding: a hash of (seed, position, head), 24 bits.
 inline float random_score(int64_t position, int64_t head, int64_t num_heads, int64_t seed) {
   uint64_t x = static_cast<uint64_t>(seed) * 0x9E3779B97F4A7C15ull +
-      static_cast<uint64_t>(position * num_heads + head);
+               static_cast<uint64_t>(position * num_heads + head);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return static_cast<float>((x >> 31) & 0xFFFFFF);
@@ -43,11 +44,11 @@ inline float unit_row(float* out, const float* row, int64_t K) {
   return norm;
 }
 
-inline void log2_counts(float* out, const int64_t* counts, int64_t n) {
+inline void log_counts(float* out, const int64_t* counts, int64_t n) {
   for (int64_t m = 0; m < n; ++m) out[m] = static_cast<float>(counts[m]);
   int64_t m = 0;
-  for (; m + kWidth <= n; m += kWidth) Vec::loadu(out + m).log2().store(out + m);
-  if (m < n) Vec::loadu(out + m, n - m).log2().store(out + m, n - m);
+  for (; m + kWidth <= n; m += kWidth) Vec::loadu(out + m).log().store(out + m);
+  if (m < n) Vec::loadu(out + m, n - m).log().store(out + m, n - m);
 }
 
 // Rows of means and counts, [N, K], [N, V] and [N], that this struct writes only in `absorb`.
@@ -56,7 +57,7 @@ struct Dictionary {
   int64_t K, V, active;
   float *keys, *values;
   int64_t* counts;
-  Buffer<float> bias;   // log2 of the counts: -inf in a slot that only fed slots have skipped
+  Buffer<float> bias;   // log of the counts: -inf in a slot that only fed slots have skipped
   Buffer<float> units;  // the key centroids at unit norm, where they are read so
   Buffer<float> sums;   // of the new members of the touched slots, [C, K + V]
   std::vector<int32_t> place, touched;
@@ -64,9 +65,15 @@ struct Dictionary {
   Dictionary(
       const Rule& rule, int64_t K, int64_t V, int64_t active, float* keys, float* values,
       int64_t* counts)
-      : rule(rule), K(K), V(V), active(active), keys(keys), values(values), counts(counts),
+      : rule(rule),
+        K(K),
+        V(V),
+        active(active),
+        keys(keys),
+        values(values),
+        counts(counts),
         bias(rule.num_centroids) {
-    log2_counts(bias, counts, active);
+    log_counts(bias, counts, active);
     if (!rule.unit) return;
     units = Buffer<float>(rule.num_centroids * K);
     for (int64_t m = 0; m < active; ++m) unit_row(units + m * K, keys + m * K, K);
@@ -105,7 +112,7 @@ struct Dictionary {
       if (rule.unit) unit_row(units + m * K, keys + m * K, K);
       place[m] = -1;
     }
-    log2_counts(bias, counts, active);
+    log_counts(bias, counts, active);
   }
 
  private:
@@ -116,28 +123,28 @@ struct Dictionary {
   }
 };
 
-// Transposes rows of D numbers into a panel [D, kLanes], scaled; missing rows are zero.
-inline void pack_panel(
-    float* panel, const float* rows, int64_t stride, int64_t count, int64_t D, float scale) {
-  for (int64_t lane = 0; lane < kLanes; ++lane)
-    for (int64_t d = 0; d < D; ++d)
-      panel[d * kLanes + lane] = lane < count ? rows[lane * stride + d] * scale : 0.0f;
-}
-
-// The nearest slot of each key of a chunk so far. Products are compared on the grid of 2^-16, which is
-// exact in float32 as the keys are packed times 2^16; the first, lowest slot wins a tie.
+// The nearest slot of each key of a chunk so far. Products are compared on the grid of 2^-16, which
+// is exact in float32 as the keys are packed times 2^16; the first, lowest slot wins a tie.
 struct Nearest {
   int64_t C, K, num_panels;
   Buffer<float> panels, product, slot;  // [num_panels, K, kLanes], [C padded], [C padded]
 
   Nearest(int64_t C, int64_t K)
-      : C(C), K(K), num_panels(round_up(C, kLanes) / kLanes), panels(num_panels * kLanes * K),
-        product(num_panels * kLanes), slot(num_panels * kLanes) {}
+      : C(C),
+        K(K),
+        num_panels(round_up(C, kLanes) / kLanes),
+        panels(num_panels * kLanes * K),
+        product(num_panels * kLanes),
+        slot(num_panels * kLanes) {
+    std::memset(panels, 0, num_panels * kLanes * K * sizeof(float));
+  }
 
   void start(const float* keys) {
-    for (int64_t p = 0; p < num_panels; ++p)
-      pack_panel(
-          panels + p * kLanes * K, keys + p * kLanes * K, K, C - p * kLanes, K, 65536.0f);
+    for (int64_t p = 0; p < num_panels; ++p) {
+      float* panel = panels + p * kLanes * K;
+      transpose(panel, kLanes, keys + p * kLanes * K, K, std::min(kLanes, C - p * kLanes), K);
+      for (int64_t i = 0; i < kLanes * K; ++i) panel[i] *= 65536.0f;
+    }
     std::fill_n(static_cast<float*>(product), num_panels * kLanes, -kInfinity);
     std::fill_n(static_cast<float*>(slot), num_panels * kLanes, 0.0f);
   }
@@ -147,15 +154,16 @@ struct Nearest {
     float *best = product + p * kLanes, *at = slot + p * kLanes;
     Vec best0 = Vec::loadu(best), best1 = Vec::loadu(best + kWidth);
     Vec at0 = Vec::loadu(at), at1 = Vec::loadu(at + kWidth);
-    scores(panels + p * kLanes * K, K, rows, K, count, [&](int64_t m, const Vec& s0, const Vec& s1) {
-      if (bias != nullptr && bias[m] == -kInfinity) return;  // a slot nobody has joined
-      const Vec index(static_cast<float>(first + m)), g0 = s0.round(), g1 = s1.round();
-      const Vec more0 = g0 > best0, more1 = g1 > best1;
-      at0 = Vec::blendv(at0, index, more0);
-      at1 = Vec::blendv(at1, index, more1);
-      best0 = Vec::blendv(best0, g0, more0);
-      best1 = Vec::blendv(best1, g1, more1);
-    });
+    scores(
+        panels + p * kLanes * K, K, rows, K, count, [&](int64_t m, const Vec& s0, const Vec& s1) {
+          if (bias != nullptr && bias[m] == -kInfinity) return;  // a slot nobody has joined
+          const Vec index(static_cast<float>(first + m)), g0 = s0.round(), g1 = s1.round();
+          const Vec more0 = g0 > best0, more1 = g1 > best1;
+          at0 = Vec::blendv(at0, index, more0);
+          at1 = Vec::blendv(at1, index, more1);
+          best0 = Vec::blendv(best0, g0, more0);
+          best1 = Vec::blendv(best1, g1, more1);
+        });
     best0.store(best);
     best1.store(best + kWidth);
     at0.store(at);
@@ -176,7 +184,8 @@ inline void choose_slots(
     if (rule.seeding == kRandom) score[i] = random_score(position + i, head, num_heads, rule.seed);
     if (rule.seeding == kNovel)
       for (int64_t j = 0; j < i; ++j)
-        score[i] = std::max(score[i], std::nearbyint(dot(keys + i * K, keys + j * K, K) * 65536.0f));
+        score[i] =
+            std::max(score[i], std::nearbyint(dot(keys + i * K, keys + j * K, K) * 65536.0f));
   }
   if (num_new > 0) {
     std::vector<int64_t> order(C);

@@ -6,6 +6,7 @@ compiler is ever run from here.
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -24,20 +25,25 @@ _SEEDING = {name: code for code, name in enumerate(get_args(Seeding))}
 
 def is_built() -> bool:
     """Whether the library of this source, PyTorch and processor is in the cache."""
-    return library_path().exists()
+    return _path().exists()
 
 
-def why_not(q: Tensor, dictionary: DictionaryConfig) -> str | None:
-    """What keeps the kernel from these inputs, ``None`` where nothing does."""
-    if q.dtype not in DTYPES:
-        return f"takes float32 and bfloat16, got {q.dtype}"
-    if q.device.type != "cpu":
-        return f"takes tensors on the CPU, got {q.device}"
-    if dictionary.rate != "mean":
-        return f"takes rate='mean', got {dictionary.rate!r}"
+def why_not(dtype: torch.dtype, device: str, rate: str) -> str | None:
+    """What keeps the kernel from inputs of this kind, ``None`` where nothing does."""
+    if dtype not in DTYPES:
+        return f"takes float32 and bfloat16, got {dtype}"
+    if device != "cpu":
+        return f"takes tensors on the CPU, got {device}"
+    if rate != "mean":
+        return f"takes rate='mean', got {rate!r}"
     if not is_built():
-        return "is not built: run `python -m ovq.ops.ovq_attention.cpu.build`"
+        return "is not built; `python -m ovq.ops.ovq_attention.cpu.build` builds it"
     return None
+
+
+@cache
+def _path() -> Path:
+    return library_path()
 
 
 @cache
@@ -124,5 +130,5 @@ def _placed(grid: ChunkGrid, tail_keys: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _op():
     """The library's operators, loaded."""
-    torch.ops.load_library(library_path())
+    torch.ops.load_library(_path())
     return torch.ops.ovq_cpu

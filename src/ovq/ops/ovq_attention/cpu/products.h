@@ -11,6 +11,7 @@
 #include <ATen/cpu/vec/vec.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,10 +28,10 @@ constexpr int64_t kLanes = 2 * kWidth;  // rows of a panel
 constexpr int64_t kTile = 6;            // slots of a register tile: 12 sums, 2 vectors, 1 scalar
 constexpr int64_t kBlock = 96;          // slots whose weights stay in the first-level cache
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 // Uninitialised memory on a cache line's boundary.
 template <class T>
@@ -51,7 +52,8 @@ class Buffer {
   T* data_ = nullptr;
 };
 
-// sums[i][j] += sum over d of scalars[i * scalar_row + d * scalar_step] * vectors[d * vector_step + j]
+// sums[i][j] += sum over d of scalars[i * scalar_row + d * scalar_step] * vectors[d * vector_step +
+// j]
 template <int M, int X>
 C10_ALWAYS_INLINE void multiply_add(
     Vec (&sums)[M][X], const float* vectors, int64_t vector_step, const float* scalars,
@@ -77,12 +79,23 @@ C10_ALWAYS_INLINE void in_tiles(int64_t count, const F& f) {
   int64_t i = 0;
   for (; i + kTile <= count; i += kTile) f(std::integral_constant<int, kTile>{}, i);
   switch (count - i) {
-    case 1: f(std::integral_constant<int, 1>{}, i); break;
-    case 2: f(std::integral_constant<int, 2>{}, i); break;
-    case 3: f(std::integral_constant<int, 3>{}, i); break;
-    case 4: f(std::integral_constant<int, 4>{}, i); break;
-    case 5: f(std::integral_constant<int, 5>{}, i); break;
-    default: break;
+    case 1:
+      f(std::integral_constant<int, 1>{}, i);
+      break;
+    case 2:
+      f(std::integral_constant<int, 2>{}, i);
+      break;
+    case 3:
+      f(std::integral_constant<int, 3>{}, i);
+      break;
+    case 4:
+      f(std::integral_constant<int, 4>{}, i);
+      break;
+    case 5:
+      f(std::integral_constant<int, 5>{}, i);
+      break;
+    default:
+      break;
   }
 }
 
@@ -125,9 +138,9 @@ inline void weighted_sums(
   });
 }
 
-// out[m, c] = sum over panels p and lanes l of weights[p][m, l] * rows[p * kLanes + l, c], for `count`
-// slots m; panels of weights lie `panel_step` apart. Here the lanes are columns: `width` of them, a
-// multiple of kWidth, which is also the stride of rows and of out.
+// out[m, c] = sum over panels p and lanes l of weights[p][m, l] * rows[p * kLanes + l, c], for
+// `count` slots m; panels of weights lie `panel_step` apart. Here the lanes are columns: `width` of
+// them, a multiple of kWidth, which is also the stride of rows and of out.
 template <int X>
 inline void outer_columns(
     const float* weights, int64_t panel_step, int64_t num_panels, const float* rows, int64_t width,
@@ -156,16 +169,16 @@ inline void outer_sums(
   int64_t c = 0;
   for (; c + 2 * kWidth <= width; c += 2 * kWidth)
     outer_columns<2>(weights, panel_step, num_panels, rows + c, width, count, out + c);
-  if (c < width)
-    outer_columns<1>(weights, panel_step, num_panels, rows + c, width, count, out + c);
+  if (c < width) outer_columns<1>(weights, panel_step, num_panels, rows + c, width, count, out + c);
 }
 
-// 2^x for x <= 100, relative error below 2e-7, exactly 0 below -100 (and for NaN), exactly 1 at 0.
-C10_ALWAYS_INLINE Vec exp2(const Vec& x) {
-  const Vec magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  const Vec shifted = x + magic;
-  const Vec r = x - (shifted - magic);  // in [-0.5, 0.5], exact
-  Vec p(0.00132647273f);
+// e^x for x <= 80, relative error below 3e-7 near 0, exactly 0 below -70 (and for NaN), exactly 1
+// at 0.
+C10_ALWAYS_INLINE Vec exp(const Vec& x) {
+  const Vec log2_e(1.44269504f), magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = at::vec::fmadd(x, log2_e, magic);
+  const Vec r = at::vec::fmadd(x, log2_e, magic - shifted);  // in [-0.5, 0.5]
+  Vec p(0.00132647273f);                                     // of 2^r, by least maximum error
   p = at::vec::fmadd(p, r, Vec(0.00967151299f));
   p = at::vec::fmadd(p, r, Vec(0.0555073358f));
   p = at::vec::fmadd(p, r, Vec(0.240222424f));
@@ -174,18 +187,34 @@ C10_ALWAYS_INLINE Vec exp2(const Vec& x) {
   using Int = at::vec::Vectorized<int32_t>;
   const Int exponent = at::vec::cast<int32_t, float>(shifted) << Int(23);
   const Vec scaled = at::vec::cast<float, int32_t>(at::vec::cast<int32_t, float>(p) + exponent);
-  return scaled & (x > Vec(-100.0f));
+  return scaled & (x > Vec(-70.0f));
 }
 
-inline float exp2(float x) { return x > -100.0f ? std::exp2(x) : 0.0f; }
+inline float exp(float x) { return x > -70.0f ? std::exp(x) : 0.0f; }
 
 inline float dot(const float* a, const float* b, int64_t D) {
   Vec sum(0.0f);
   int64_t d = 0;
-  for (; d + kWidth <= D; d += kWidth) sum = at::vec::fmadd(Vec::loadu(a + d), Vec::loadu(b + d), sum);
+  for (; d + kWidth <= D; d += kWidth)
+    sum = at::vec::fmadd(Vec::loadu(a + d), Vec::loadu(b + d), sum);
   float total = at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, sum);
   for (; d < D; ++d) total += a[d] * b[d];
   return total;
+}
+
+// out[c, r] = in[r, c] for `rows` times `columns` numbers.
+inline void transpose(
+    float* out, int64_t out_stride, const float* in, int64_t in_stride, int64_t rows,
+    int64_t columns) {
+  for (int64_t r = 0; r < rows; r += kWidth) {
+    const int64_t height = std::min(kWidth, rows - r);
+    int64_t c = 0;
+    for (; height == kWidth && c + kWidth <= columns; c += kWidth)
+      at::vec::transpose_mxn<float, kWidth, kWidth>(
+          in + r * in_stride + c, in_stride, out + c * out_stride + r, out_stride);
+    for (; c < columns; ++c)
+      for (int64_t i = r; i < r + height; ++i) out[c * out_stride + i] = in[i * in_stride + c];
+  }
 }
 
 // into += weight * row

@@ -1,0 +1,58 @@
+"""The code in the README runs, the examples in docstrings give what they say."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import ovq
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODULES = [module.name for module in pkgutil.walk_packages(ovq.__path__, "ovq.")]
+
+
+@pytest.mark.plain  # the examples run as users run them
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+def test_readme_code_runs(block, capsys):
+    torch.manual_seed(0)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert "bytes" in capsys.readouterr().out
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    names = {"torch": torch, "ovq_attention": ovq.ovq_attention, **vars(module)}
+    results = doctest.testmod(module, extraglobs=names)
+    assert results.failed == 0
+
+
+@pytest.mark.plain
+def test_there_are_examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for name in MODULES for test in finder.find(importlib.import_module(name))]
+    assert sum(len(test.examples) > 0 for test in found) >= 8
+
+
+def test_files_and_links_of_the_readme_exist():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    paths = re.findall(r"`((?:src|docs|results)/[\w./-]+)`", README)
+    assert links
+    assert paths
+    for target in links + paths:
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_the_project_speaks_of_itself_alone():
+    """No absolute path of a developer's machine stands in code, docs or run files."""
+    kinds = {".py", ".md", ".toml", ".json", ".cff", ".txt", ".cpp", ".h"}
+    folders = ("src", "tests", "docs", "results", "benchmarks")
+    files = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in kinds]
+    machine = re.compile("/" + "work/|/" + "root/|/" + "tmp/")
+    assert [str(path) for path in files if machine.search(path.read_text())] == []
