@@ -11,6 +11,7 @@ from ovq.report import report
 
 # The flags are an interface: a change here is a change for users.
 OPTIONS = {
+    "build": {"--verbose"},
     "recipes": set(),
     "train": {"--output", "--seed", "--steps", "--source", "--threads"},
     "evaluate": {"--lengths", "--num-centroids", "--num-sequences", "--threads"},

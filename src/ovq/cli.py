@@ -1,4 +1,4 @@
-"""The command line: ``ovq train``, ``evaluate``, ``generate``, ``report``, ``recipes``."""
+"""The command line: ``ovq train``, ``evaluate``, ``generate``, ``report`` and the rest."""
 
 import functools
 import logging
@@ -47,7 +47,7 @@ def one_line_errors(command: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, ImportError, OSError) as error:
+        except (ValueError, ImportError, OSError, RuntimeError) as error:
             message = " ".join(str(error).split())
             print(f"ovq: {message}", file=sys.stderr)
             raise typer.Exit(2) from None
@@ -102,6 +102,19 @@ def main(
 ) -> None:
     """Online vector-quantized attention: train, evaluate and generate."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
+
+
+@app.command()
+@one_line_errors
+def build(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the compiler's output.")] = False,
+) -> None:
+    """Build the C++ kernel for CPUs, once; needs g++ or clang++ and ninja."""
+    from ovq.ops.ovq_attention.cpu.build import build as build_kernel
+
+    with console.status("building the CPU kernel, about half a minute"):
+        path = build_kernel(verbose)
+    console.print(f"the CPU kernel is at {path}", soft_wrap=True)
 
 
 @app.command()

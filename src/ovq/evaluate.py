@@ -118,7 +118,7 @@ def evaluate(
     for done, (length, setting) in enumerate(pairs, start=1):
         number = None if setting is None else num_centroids_at(setting, length)
         if number is not None:
-            model.set_dictionary(num_centroids=number)
+            model.set_dictionary(num_centroids=number, **_growth_at(length, config))
         results.append(
             {
                 "length": length,
@@ -139,6 +139,14 @@ def evaluate(
     run["evaluation"] = {"seed": EVALUATION_SEED, **environment(), "results": ordered}
     write_run(folder, run)
     return results
+
+
+def _growth_at(length: int, config: RunConfig) -> dict[str, int]:
+    """Linear growth reaches its end where it did in training, in proportion to the context."""
+    trained = config.model.get("dictionary", {}).get("growth_length")
+    return (
+        {} if trained is None else {"growth_length": trained * length // config.task.context_length}
+    )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "demo-recall-sliding-window": demo.recall_sliding_window,
     "demo-recall-full-attention": demo.recall_full_attention,
     "demo-recall-ovq": demo.recall_ovq,
+    "demo-recall-ovq-paper": demo.recall_ovq_paper,
     "demo-book": demo.book,
 }
 
