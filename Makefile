@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 RECALL := $(addprefix runs/demo-recall-,sliding-window full-attention ovq)
 demo: $(READY)
 	@$(BIN)/ovq build || echo "going on without it: everything works, slower"
-	for run in $(RECALL); do $(BIN)/ovq train $$(basename $$run) || exit $$?; done
+	@for run in $(RECALL); do $(BIN)/ovq train $$(basename $$run) || exit $$?; done
 	$(BIN)/ovq evaluate $(RECALL)
 	$(BIN)/ovq report $(RECALL) --output runs/demo-report
 	$(BIN)/ovq train demo-book

@@ -12,6 +12,7 @@ from ovq.report import report
 # The flags are an interface: a change here is a change for users.
 OPTIONS = {
     "build": {"--verbose"},
+    "bench": {"--output", "--quick", "--threads"},
     "recipes": set(),
     "train": {"--output", "--seed", "--steps", "--source", "--threads"},
     "evaluate": {"--lengths", "--num-centroids", "--num-sequences", "--threads"},

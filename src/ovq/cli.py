@@ -3,8 +3,10 @@
 import functools
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
@@ -47,6 +49,8 @@ def one_line_errors(command: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+        except typer.Exit:  # a RuntimeError too
+            raise
         except (ValueError, ImportError, OSError, RuntimeError) as error:
             message = " ".join(str(error).split())
             print(f"ovq: {message}", file=sys.stderr)
@@ -62,7 +66,8 @@ def one_line_errors(command: Callable) -> Callable:
 def _bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     """A progress bar with time left: a function of done, total and the fields of the columns.
 
-    It appears with its first update, so that bad input leaves nothing but its one line.
+    It appears with its first update, so that bad input leaves nothing but its one line. Where the
+    output is no terminal, every tenth is a line of its own.
     """
     bar = Progress(
         SpinnerColumn(),
@@ -79,13 +84,17 @@ def _bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     def update(done: int, total: int, **fields: Any) -> None:
         if not bar.task_ids:
             bar.add_task(name, total=total, **fields)
-            bar.start()
+            if console.is_terminal:
+                bar.start()
+        before = int(bar.tasks[0].completed)
         bar.update(bar.task_ids[0], completed=done, **fields)
+        if not console.is_terminal and done * 10 // total > before * 10 // total:
+            console.print(bar.get_renderable())
 
     try:
         yield update
     finally:
-        if bar.task_ids:
+        if console.is_terminal and bar.task_ids:
             bar.stop()
 
 
@@ -270,6 +279,37 @@ def _read_text(path: Path) -> str:
             f"prompt_file must be UTF-8 text, got {path} with byte {data[error.start]:#04x} at "
             f"{error.start}"
         ) from None
+
+
+@app.command()
+@one_line_errors
+def bench(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder.")] = Path("bench"),
+    quick: Annotated[bool, typer.Option("--quick", help="Short lengths only, a minute.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Time and memory beside PyTorch's softmax attention; run it alone on the machine."""
+    from ovq.benchmark import BenchmarkConfig, benchmark
+    from ovq.benchmark_report import markdown, write
+    from ovq.ops.ovq_attention.cpu.kernel import is_built
+
+    _set_threads(threads)
+    implementations = ("torch", "cpu") if is_built() else ("torch",)
+    config = BenchmarkConfig(implementations=implementations)
+    if quick:
+        config = replace(
+            config, lengths=(512, 1024, 2048, 4096), num_centroids=(256, 1024), num_repeats=3,
+            decode_after=(1024, 8192), decode_tokens=256, memory_lengths=(2048, 8192),
+        )  # fmt: skip
+    begun = time.perf_counter()
+    result = benchmark(
+        config,
+        output,
+        lambda line: console.print(f"{time.perf_counter() - begun:6.0f} s  {line}"),
+    )
+    write(result, output)
+    console.print(markdown(result), markup=False, soft_wrap=True)
+    console.print(f"written: {output}/bench.json, table.md, bench.png")
 
 
 @app.command()

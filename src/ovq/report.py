@@ -92,6 +92,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
     )
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as a PNG, beside its place first, then renamed onto it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
     figure.savefig(beside, format="png", dpi=150)

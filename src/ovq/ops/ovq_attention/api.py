@@ -19,6 +19,7 @@ from ovq.ops.ovq_attention.state import OVQState, Slots, working_dtype
 
 Implementation = Literal["auto", "reference", "torch", "cpu"]
 IMPLEMENTATIONS = ("reference", "torch", "cpu")
+INTEGERS = (torch.int32, torch.int64)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ def _check_beta(beta: float | Tensor, q: Tensor) -> None:
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTEGERS:
         raise ValueError(
             f"cu_seqlens must be an integer tensor [S + 1] with S >= 1, got {cu_seqlens.dtype} "
             f"{tuple(cu_seqlens.shape)}"

@@ -53,9 +53,11 @@ class DictionaryConfig:
     centroid: Centroid = "mean"
 
     def __post_init__(self):
-        for name in ("num_centroids", "chunk_size"):
+        whole = ["num_centroids", "chunk_size"]
+        whole += ["growth_length"] if self.growth_length is not None else []
+        for name in whole:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         named = {"growth": Growth, "seeding": Seeding, "rate": Rate, "centroid": Centroid}
         for name, choices in named.items():
@@ -64,10 +66,8 @@ class DictionaryConfig:
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}")
         if not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        if self.growth == "linear" and (self.growth_length is None or self.growth_length < 1):
-            raise ValueError(
-                f"growth_length must be at least 1 with growth='linear', got {self.growth_length!r}"
-            )
+        if self.growth == "linear" and self.growth_length is None:
+            raise ValueError("growth_length must be at least 1 with growth='linear', got None")
         if not 0.0 < self.step <= 1.0:
             raise ValueError(f"step must lie in (0, 1], got {self.step!r}")
 

@@ -166,30 +166,35 @@ class OVQState:
             ) from None
         if metadata.get("format") != FORMAT:
             raise ValueError(f"path must be a file that OVQState.save wrote, got {path}")
-        if int(metadata["version"]) > FORMAT_VERSION:
+        version = metadata.get("version", "")
+        if not version.isdecimal() or int(version) > FORMAT_VERSION:
             raise ValueError(
                 f"path must be of format version {FORMAT_VERSION} or older, got version "
-                f"{metadata['version']} in {path}; update ovq"
+                f"{version!r} in {path}; update ovq"
             )
+        try:
+            dictionary = DictionaryConfig(**json.loads(metadata.get("dictionary", "")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"path must hold a whole dictionary, got {path}: {error}") from None
         if set(tensors) != set(TENSOR_NAMES):
             raise ValueError(f"path must hold the tensors {TENSOR_NAMES}, got {path}")
-        state = cls(dictionary=DictionaryConfig(**json.loads(metadata["dictionary"])), **tensors)
-        state._check_shapes(path)
-        return state
+        _check_shapes(tensors, dictionary, path)
+        return cls(dictionary=dictionary, **tensors)
 
-    def _check_shapes(self, path: str | PathLike) -> None:
-        R, G, _, K = self.key_means.shape
-        made = type(self).empty(
-            R, G, K, self.value_means.shape[-1],
-            dictionary=self.dictionary, dtype=self.key_means.dtype, device="meta",
-        )  # fmt: skip
-        for name, tensor in self.tensors().items():
-            wanted = getattr(made, name)
-            if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
-                raise ValueError(
-                    f"path must hold {name} of {tuple(wanted.shape)} {wanted.dtype}, got "
-                    f"{tuple(tensor.shape)} {tensor.dtype} in {path}"
-                )
+
+def _check_shapes(
+    tensors: dict[str, Tensor], dictionary: DictionaryConfig, path: str | PathLike
+) -> None:
+    keys, values = tensors["key_means"], tensors["value_means"]
+    R, G, K, V = (*keys.shape[:2], keys.shape[-1], values.shape[-1]) if keys.ndim == 4 else [0] * 4
+    made = OVQState.empty(R, G, K, V, dictionary=dictionary, dtype=keys.dtype, device="meta")
+    for name, wanted in made.tensors().items():
+        tensor = tensors[name]
+        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+            raise ValueError(
+                f"path must hold {name} of {tuple(wanted.shape)} {wanted.dtype}, got "
+                f"{tuple(tensor.shape)} {tensor.dtype} in {path}"
+            )
 
 
 class Slots(NamedTuple):

@@ -146,6 +146,7 @@ class ReaderBackward {
         lse_(most_rows_),
         limits_(most_rows_),
         mean_(most_rows_),
+        total_(most_rows_),
         with_query_(most_rows_),
         sums_(most_rows_ * c_.K),
         weights_(most_rows_ * (most_slots + c_.C)),
@@ -202,6 +203,7 @@ class ReaderBackward {
     num_seen_ = slots.count + seen(num_panels_ - 1);
     at::parallel_for(0, num_panels_, 1, [&](int64_t begin, int64_t end) {
       std::fill_n(mean_ + begin * kLanes, (end - begin) * kLanes, 0.0f);
+      std::fill_n(total_ + begin * kLanes, (end - begin) * kLanes, 0.0f);
       std::fill_n(sums_ + begin * kLanes * c_.K, (end - begin) * kLanes * c_.K, 0.0f);
       for (int64_t m = 0; m < slots.count; m += kBlock)
         for (int64_t p = begin; p < end; ++p)
@@ -209,6 +211,10 @@ class ReaderBackward {
       for (int64_t p = begin; p < end; ++p)
         for (int64_t m = 0; m < seen(p); m += kBlock)
           weigh<true>(p, tokens, m, std::min(kBlock, seen(p) - m), slots.count + m);
+      // The weights sum to 1 but for the rounding of lse; the gradients of the logits then sum to
+      // 0.
+      for (int64_t r = begin * kLanes; r < end * kLanes; ++r)
+        if (total_[r] > 0.0f) mean_[r] /= total_[r];
       for (int64_t m = 0; m < slots.count; m += kBlock)
         for (int64_t p = begin; p < end; ++p)
           to_queries(p, slots, m, std::min(kBlock, slots.count - m), m);
@@ -241,40 +247,31 @@ class ReaderBackward {
     });
   }
 
-  // Weights P of a panel for some slots or tokens, their gradients dP, and the rows' means of P dP.
+  // Weights P of a panel for some slots or tokens, their gradients dP, and the rows' sums of P and
+  // P dP.
   template <bool causal>
   void weigh(int64_t p, const Rows& rows, int64_t first, int64_t count, int64_t at) {
-    const Vec lse0 = Vec::loadu(lse_ + p * kLanes), lse1 = Vec::loadu(lse_ + p * kLanes + kWidth);
-    const Vec limit0 = Vec::loadu(limits_ + p * kLanes);
-    const Vec limit1 = Vec::loadu(limits_ + p * kLanes + kWidth);
-    const Vec zero(0.0f);
-    float *weight = weights(p, at), *grad = grad_weights(p, at);
-    scores(
-        queries_ + p * kLanes * c_.K, c_.K, rows.keys + first * rows.key_stride, rows.key_stride,
-        count, [&](int64_t m, const Vec& s0, const Vec& s1) {
-          const Vec bias(causal ? 0.0f : rows.bias[first + m]);
-          Vec w0 = exp(at::vec::clamp_max(s0 + bias - lse0, zero));
-          Vec w1 = exp(at::vec::clamp_max(s1 + bias - lse1, zero));
-          if (causal) {
-            const Vec place(static_cast<float>(first + m));
-            w0 = Vec::blendv(w0, zero, place > limit0);
-            w1 = Vec::blendv(w1, zero, place > limit1);
-          }
-          w0.store(weight + m * kLanes);
-          w1.store(weight + m * kLanes + kWidth);
-        });
-    float* mean = mean_ + p * kLanes;
-    Vec mean0 = Vec::loadu(mean), mean1 = Vec::loadu(mean + kWidth);
+    float *weight = weights(p, at), *grad = grad_weights(p, at), *mean = mean_ + p * kLanes;
+    logits<causal>(
+        queries_ + p * kLanes * c_.K, c_.K, rows, first, count, limits_ + p * kLanes, weight);
     scores(
         grads_ + p * kLanes * c_.V, c_.V, rows.values + first * rows.value_stride,
         rows.value_stride, count, [&](int64_t m, const Vec& g0, const Vec& g1) {
-          mean0 = at::vec::fmadd(Vec::loadu(weight + m * kLanes), g0, mean0);
-          mean1 = at::vec::fmadd(Vec::loadu(weight + m * kLanes + kWidth), g1, mean1);
           g0.store(grad + m * kLanes);
           g1.store(grad + m * kLanes + kWidth);
         });
-    mean0.store(mean);
-    mean1.store(mean + kWidth);
+    for (int64_t half = 0; half < kLanes; half += kWidth) {
+      const Vec lse = Vec::loadu(lse_ + p * kLanes + half), zero(0.0f);
+      Vec sum = Vec::loadu(mean + half), total = Vec::loadu(total_ + p * kLanes + half);
+      for (int64_t i = half; i < count * kLanes; i += kLanes) {
+        const Vec w = exp(at::vec::clamp_max(Vec::loadu(weight + i) - lse, zero));
+        sum = at::vec::fmadd(w, Vec::loadu(grad + i), sum);
+        total = total + w;
+        w.store(weight + i);
+      }
+      sum.store(mean + half);
+      total.store(total_ + p * kLanes + half);
+    }
   }
 
   // Gradients of the logits, P (dP - mean), in place of dP; what they send to the queries.
@@ -326,8 +323,8 @@ class ReaderBackward {
   int64_t g_, Kp_, Vp_, first_head_;
   double* dbeta_;
   int64_t most_rows_, first_row_ = 0, num_rows_ = 0, num_panels_ = 0, num_seen_ = 0;
-  Buffer<float> queries_, grads_, scaled_, grad_rows_, lse_, limits_, mean_, with_query_, sums_,
-      weights_, grad_weights_;
+  Buffer<float> queries_, grads_, scaled_, grad_rows_, lse_, limits_, mean_, total_, with_query_,
+      sums_, weights_, grad_weights_;
 };
 
 template <class T>

@@ -4,21 +4,21 @@ The library lands in a cache folder of the user, named by what it was made from,
 source, another PyTorch or another kind of processor never meets a stale library.
 """
 
-import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-SOURCES = ("kernel.cpp", "forward.h", "backward.h", "sequences.h", "dictionary.h", "products.h")
-FOLDER = Path(__file__).parent
-LIBRARY_NAME = "ovq_cpu.so"
+from ovq.ops.ovq_attention.cpu.library import (
+    FOLDER,
+    LIBRARY_NAME,
+    SOURCES,
+    compiler_flags,
+    library_path,
+)
 
 # Run in a process of its own: a library that is loaded once cannot be replaced.
 _COMPILE = """
@@ -26,30 +26,6 @@ import json, sys
 from torch.utils.cpp_extension import load
 load(**json.loads(sys.argv[1]), is_python_module=False, verbose=True)
 """
-
-
-def compiler_flags() -> list[str]:
-    """The flags of this machine's vector unit, as PyTorch itself detects it."""
-    flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-DNDEBUG"]
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability.startswith("AVX512"):
-        wide = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
-        return [*flags, *wide, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
-    if capability == "AVX2":
-        wide = ["-mavx2", "-mfma", "-mf16c"]
-        return [*flags, *wide, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"]
-    return [*flags, "-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
-
-
-def library_path() -> Path:
-    """Where the library of this source, PyTorch and processor is, or is to be."""
-    made_from = hashlib.sha256()
-    for name in SOURCES:
-        made_from.update((FOLDER / name).read_bytes())
-    kind = (torch.__version__, platform.machine(), *compiler_flags())
-    made_from.update("\n".join(kind).encode())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "ovq" / made_from.hexdigest()[:16] / LIBRARY_NAME
 
 
 def build(verbose: bool = False) -> Path:
@@ -72,7 +48,7 @@ def build(verbose: bool = False) -> Path:
     log = path.parent / "build.log"
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:
         options = {
-            "name": "ovq_cpu",
+            "name": LIBRARY_NAME.removesuffix(".so"),
             "sources": [str(FOLDER / SOURCES[0])],
             "extra_cflags": compiler_flags(),
             "extra_ldflags": ["-fopenmp"],

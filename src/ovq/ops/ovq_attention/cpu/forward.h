@@ -46,24 +46,7 @@ void read_block(
     const Softmax& softmax, const float* panel, int64_t K, int64_t V, const Rows& rows,
     int64_t first, int64_t count, const float* limits) {
   alignas(64) float weights[kBlock * kLanes];
-  Vec most0(-kInfinity), most1(-kInfinity), limit0(0.0f), limit1(0.0f);
-  if (causal) limit0 = Vec::loadu(limits), limit1 = Vec::loadu(limits + kWidth);
-  const auto emit = [&](int64_t m, Vec s0, Vec s1) {
-    if (causal) {
-      const Vec place(static_cast<float>(first + m)), hidden(-kInfinity);
-      s0 = Vec::blendv(s0, hidden, place > limit0);
-      s1 = Vec::blendv(s1, hidden, place > limit1);
-    } else {
-      const Vec bias(rows.bias[first + m]);
-      s0 = s0 + bias;
-      s1 = s1 + bias;
-    }
-    most0 = at::vec::clamp_min(most0, s0);
-    most1 = at::vec::clamp_min(most1, s1);
-    s0.store(weights + m * kLanes);
-    s1.store(weights + m * kLanes + kWidth);
-  };
-  scores(panel, K, rows.keys + first * rows.key_stride, rows.key_stride, count, emit);
+  const auto [most0, most1] = logits<causal>(panel, K, rows, first, count, limits, weights);
   softmax.raise(most0, most1, V);
   const Vec top0 = Vec::loadu(softmax.top), top1 = Vec::loadu(softmax.top + kWidth);
   Vec total0(0.0f), total1(0.0f);

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ovq.ops.ovq_attention.chunk_grid import ChunkGrid
-from ovq.ops.ovq_attention.cpu.build import library_path
+from ovq.ops.ovq_attention.cpu.library import library_path
 from ovq.ops.ovq_attention.dictionary import DictionaryConfig, Growth, Seeding
 from ovq.ops.ovq_attention.state import OVQState, Slots
 

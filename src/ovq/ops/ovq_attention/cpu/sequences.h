@@ -111,4 +111,31 @@ struct Rows {
   const float* bias;  // nullptr for tokens
 };
 
+// The logits of a panel for up to kBlock slots or tokens, of which the first has place `first`,
+// into [count, kLanes]; returns the largest of each lane.
+template <bool causal>
+inline std::pair<Vec, Vec> logits(
+    const float* panel, int64_t K, const Rows& rows, int64_t first, int64_t count,
+    const float* limits, float* out) {
+  Vec most0(-kInfinity), most1(-kInfinity), limit0(0.0f), limit1(0.0f);
+  if (causal) limit0 = Vec::loadu(limits), limit1 = Vec::loadu(limits + kWidth);
+  const auto emit = [&](int64_t m, Vec s0, Vec s1) {
+    if (causal) {
+      const Vec place(static_cast<float>(first + m)), hidden(-kInfinity);
+      s0 = Vec::blendv(s0, hidden, place > limit0);
+      s1 = Vec::blendv(s1, hidden, place > limit1);
+    } else {
+      const Vec bias(rows.bias[first + m]);
+      s0 = s0 + bias;
+      s1 = s1 + bias;
+    }
+    most0 = at::vec::clamp_min(most0, s0);
+    most1 = at::vec::clamp_min(most1, s1);
+    s0.store(out + m * kLanes);
+    s1.store(out + m * kLanes + kWidth);
+  };
+  scores(panel, K, rows.keys + first * rows.key_stride, rows.key_stride, count, emit);
+  return {most0, most1};
+}
+
 }  // namespace ovq
