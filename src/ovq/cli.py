@@ -28,6 +28,7 @@ except ImportError as error:
 
 RUNS = Path("runs")
 INTERRUPTED = 130
+PROMPT_SHOWN = 400  # tokens
 
 app = typer.Typer(
     help="Online vector-quantized attention: train, evaluate and generate.",
@@ -98,9 +99,12 @@ def _bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
             bar.stop()
 
 
-def _set_threads(threads: int | None) -> None:
+def _set_up(threads: int | None) -> None:
+    """Set the threads, and keep the library's progress bars from ours."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -155,12 +159,9 @@ def train(
 
     config = make_run(recipe, seed=seed, steps=steps, source=source)
     folder = output or RUNS / config.name
-    _set_threads(threads)
-    from transformers.utils import logging as transformers_logging
-
+    _set_up(threads)
     from ovq.train import train as train_run
 
-    transformers_logging.disable_progress_bar()
     with _bar(config.name, "loss {task.fields[loss]}", "{task.fields[rate]} tokens/s") as update:
 
         def progress(step: int, steps: int, loss: float, rate: float) -> None:
@@ -190,7 +191,7 @@ def evaluate(
     """Evaluate runs at any context length and any number of centroids."""
     from ovq.evaluate import evaluate as evaluate_run
 
-    _set_threads(threads)
+    _set_up(threads)
     for folder in runs:
         with _bar(str(folder), "{task.fields[last]}") as update:
 
@@ -251,7 +252,7 @@ def generate(
     from ovq.evaluate import generate as continue_prompt
     from ovq.evaluate import held_out_tokens, load_run
 
-    _set_threads(threads)
+    _set_up(threads)
     text = _read_text(prompt_file) if prompt_file is not None else prompt
     config, model = load_run(run)
     task = config.task
@@ -261,9 +262,11 @@ def generate(
             model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
             seed=seed,
         )  # fmt: skip
-    console.print("[dim]…" if len(ids) > 400 else "[dim]", end="")
-    console.print(task.decode(ids[-400:]), style="dim", markup=False, end="")
-    console.print(task.decode(new), markup=False)
+    console.rule("the end of the prompt" if len(ids) > PROMPT_SHOWN else "the prompt", align="left")
+    console.print(task.decode(ids[-PROMPT_SHOWN:]), markup=False, soft_wrap=True)
+    console.rule("the model goes on", align="left")
+    console.print(task.decode(new), markup=False, soft_wrap=True)
+    console.rule()
     console.print(
         f"state: {before:,} bytes after the {len(ids):,} tokens of the prompt, {after:,} bytes "
         f"after {len(new):,} more"
@@ -293,7 +296,7 @@ def bench(
     from ovq.benchmark_report import markdown, write
     from ovq.ops.ovq_attention.cpu.kernel import is_built
 
-    _set_threads(threads)
+    _set_up(threads)
     implementations = ("torch", "cpu") if is_built() else ("torch",)
     config = BenchmarkConfig(implementations=implementations)
     if quick:

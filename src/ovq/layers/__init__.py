@@ -3,6 +3,7 @@
 from ovq.layers.base import Mixer, MixerConfig, MixerState
 from ovq.layers.full_attention import FullAttention
 from ovq.layers.ovq_attention import OVQAttention
+from ovq.layers.padding import without_padding
 from ovq.layers.registry import MIXERS, build_mixer
 from ovq.layers.sliding_window import SlidingWindowAttention
 
@@ -15,4 +16,5 @@ __all__ = [
     "OVQAttention",
     "SlidingWindowAttention",
     "build_mixer",
+    "without_padding",
 ]

@@ -12,7 +12,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from ovq.layers import Mixer, MixerState, OVQAttention
+from ovq.layers import Mixer, MixerState, OVQAttention, without_padding
 from ovq.layers.short_conv import ShortConvolution
 from ovq.models.cache import OVQCache, one_cache, real_tokens
 from ovq.models.configuration_ovq import OVQConfig, dictionary_config
@@ -106,7 +106,7 @@ class OVQModel(OVQPreTrainedModel):
         if real is None or (not use_cache and _is_right_padding(real)):
             hidden_states, states = self._run_layers(hidden_states, states)
         else:
-            hidden_states, states = self._run_without_padding(hidden_states, real, states)
+            hidden_states, states = without_padding(self._run_layers, hidden_states, real, states)
         after = OVQCache(states, cache.num_columns + T) if use_cache else None
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **_cache_field(after))
 
@@ -164,30 +164,6 @@ class OVQModel(OVQPreTrainedModel):
             hidden_states, state = layer(hidden_states, state)
             after.append(state)
         return self.norm(hidden_states), after
-
-    def _run_without_padding(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        real: Bool[Tensor, "B T"],
-        states: Sequence[MixerState | None],
-    ) -> tuple[Float[Tensor, "B T D"], list[MixerState]]:
-        """Run the rows with equally many real tokens together, without the padding between."""
-        lengths = real.sum(1)
-        outputs = hidden_states.new_zeros(hidden_states.shape)
-        order, parts = [], []
-        for length in lengths.unique().tolist():
-            chosen = lengths == length
-            rows = chosen.nonzero()[:, 0]
-            places = (real & chosen[:, None]).nonzero(as_tuple=True)
-            own = [None if state is None else state.select_rows(rows) for state in states]
-            packed = hidden_states[places].view(len(rows), length, -1)
-            mixed, after = self._run_layers(packed, own)
-            outputs[places] = mixed.flatten(0, 1).to(outputs.dtype)
-            order.append(rows)
-            parts.append(after)
-        back = torch.cat(order).argsort()
-        merged = [type(same[0]).concat(same).select_rows(back) for same in zip(*parts, strict=True)]
-        return outputs, merged
 
 
 class OVQForCausalLM(OVQPreTrainedModel, GenerationMixin):

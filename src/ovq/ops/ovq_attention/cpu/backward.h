@@ -211,8 +211,7 @@ class ReaderBackward {
       for (int64_t p = begin; p < end; ++p)
         for (int64_t m = 0; m < seen(p); m += kBlock)
           weigh<true>(p, tokens, m, std::min(kBlock, seen(p) - m), slots.count + m);
-      // The weights sum to 1 but for the rounding of lse; the gradients of the logits then sum to
-      // 0.
+      // The weights sum to 1 but for the rounding of lse; so a row's logit gradients sum to 0.
       for (int64_t r = begin * kLanes; r < end * kLanes; ++r)
         if (total_[r] > 0.0f) mean_[r] /= total_[r];
       for (int64_t m = 0; m < slots.count; m += kBlock)

@@ -70,8 +70,8 @@ def build(verbose: bool = False) -> Path:
 
 def _check_tools() -> None:
     compiler = os.environ.get("CXX", "c++")
-    if sys.platform == "win32":
-        raise RuntimeError("building the CPU kernel needs Linux or macOS, this is Windows")
+    if sys.platform != "linux":
+        raise RuntimeError(f"building the CPU kernel needs Linux, this is {sys.platform}")
     for tool, what in (
         (compiler, "a C++ compiler (g++ or clang++; or set CXX)"),
         ("ninja", "ninja"),

@@ -77,6 +77,7 @@ struct Forward {
   float *lse, *new_tail_keys, *new_tail_values;
   int64_t *slots_tail, *slots_tokens, *active_after;  // the last [R, G]
 
+  void tails(int64_t row) const;
   void head(int64_t row, int64_t g) const;
 };
 
@@ -211,29 +212,37 @@ class Reader {
     }
   }
 
+  // Of each row: the maximum, the sum of the weights and that of the weighted values of a part.
   void read_part(const Rows& rows, int64_t first, int64_t count, float* found) {
     alignas(64) float logits[kFewRows][kPart];
-    for (int64_t m = 0; m < count; ++m) {
-      const float* key = rows.keys + (first + m) * rows.key_stride;
-      for (int64_t r = 0; r < num_rows_; ++r) {
-        const float s = dot(queries_ + r * c_.K, key, c_.K);
-        if (rows.bias != nullptr)
-          logits[r][m] = s + rows.bias[first + m];
-        else
-          logits[r][m] = static_cast<float>(first + m) > limits_[r] ? -kInfinity : s;
-      }
-    }
+    const float* keys = rows.keys + first * rows.key_stride;
+    const auto seen = [&](int64_t r) {  // tokens up to the row's limit
+      return rows.bias != nullptr ? count
+                                  : std::min(count, static_cast<int64_t>(limits_[r]) + 1 - first);
+    };
+    int64_t m = 0;
+    for (; m + kWidth <= count; m += kWidth)
+      for (int64_t r = 0; r < num_rows_; ++r)
+        dots(queries_ + r * c_.K, keys + m * rows.key_stride, rows.key_stride, c_.K)
+            .store(logits[r] + m);
+    for (; m < count; ++m)
+      for (int64_t r = 0; r < num_rows_; ++r)
+        logits[r][m] = dot(queries_ + r * c_.K, keys + m * rows.key_stride, c_.K);
     const int64_t padded = round_up(count, kWidth);
     for (int64_t r = 0; r < num_rows_; ++r, found += c_.V + 2) {
       float* weights = logits[r];
-      std::fill_n(weights + count, padded - count, -kInfinity);
-      float top = -kInfinity;
-      for (int64_t m = 0; m < count; ++m) top = weights[m] > top ? weights[m] : top;
-      Vec total(0.0f);
-      for (int64_t m = 0; m < padded; m += kWidth) {
-        const Vec w = exp(Vec::loadu(weights + m) - Vec(top));
+      if (rows.bias != nullptr)
+        for (int64_t i = 0; i < count; ++i) weights[i] += rows.bias[first + i];
+      for (int64_t i = std::max<int64_t>(seen(r), 0); i < padded; ++i) weights[i] = -kInfinity;
+      Vec most(-kInfinity), total(0.0f);
+      for (int64_t i = 0; i < padded; i += kWidth)
+        most = at::vec::clamp_min(most, Vec::loadu(weights + i));
+      const auto larger = [](Vec& x, Vec& y) { return at::vec::clamp_min(x, y); };
+      const float top = at::vec::vec_reduce_all<float>(larger, most);
+      for (int64_t i = 0; i < padded; i += kWidth) {
+        const Vec w = exp(Vec::loadu(weights + i) - Vec(top));
         total = total + w;
-        w.store(weights + m);
+        w.store(weights + i);
       }
       found[0] = top;
       found[1] = at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, total);
@@ -272,22 +281,30 @@ class Reader {
   Buffer<float> queries_, limits_, natural_, state_;
 };
 
+// The keys and values of the unfinished chunk at the call's end, all heads at once: it comes first,
+// as the last read takes them from there.
+template <class T>
+void Forward<T>::tails(int64_t row) const {
+  const int64_t C = call.C, length = call.tail[row] + call.length[row];
+  const int64_t rest = length - call.num_full(row), first = length - rest;
+  const auto write = [&](float* out, const float* old, const T* own, int64_t width) {
+    Stream<T>(call, old, own, row, 0, 1, width).load(out + row * C * width, width, first, rest);
+    std::memset(out + (row * C + rest) * width, 0, (C - rest) * width * sizeof(float));
+  };
+  write(new_tail_keys, tail_keys, k, call.G * call.K);
+  write(new_tail_values, tail_values, v, call.G * call.V);
+  std::fill_n(slots_tail + row * C * call.G, C * call.G, -1);
+}
+
 template <class T>
 void Forward<T>::head(int64_t row, int64_t g) const {
   const Call& c = call;
   const int64_t C = c.C, K = c.K, V = c.V, tail = c.tail[row], length = tail + c.length[row];
+  const int64_t slab = row * c.G + g;
   const Stream<T> key_stream(c, tail_keys, k, row, g, c.G, K);
   const Stream<T> value_stream(c, tail_values, v, row, g, c.G, V);
-  float* const tail_k = new_tail_keys + (row * C * c.G + g) * K;
-  float* const tail_v = new_tail_values + (row * C * c.G + g) * V;
-  const int64_t rest = length - c.num_full(row), slab = row * c.G + g;
-  key_stream.load(tail_k, c.G * K, length - rest, rest);
-  value_stream.load(tail_v, c.G * V, length - rest, rest);
-  for (int64_t i = rest; i < C; ++i) {
-    std::memset(tail_k + i * c.G * K, 0, K * sizeof(float));
-    std::memset(tail_v + i * c.G * V, 0, V * sizeof(float));
-  }
-  for (int64_t i = 0; i < C; ++i) slots_tail[(row * C + i) * c.G + g] = -1;
+  const float* const tail_k = new_tail_keys + (row * C * c.G + g) * K;
+  const float* const tail_v = new_tail_values + (row * C * c.G + g) * V;
   active_after[slab] = num_active[row];
   if (c.length[row] == 0) return;
 
@@ -310,8 +327,8 @@ void Forward<T>::head(int64_t row, int64_t g) const {
       value_stream.load(chunk_values, V, start, C);
     }
     const int64_t first = std::max(start, tail), stop = std::min(start + C, length);
-    const Rows old{dictionary.read_keys(), dictionary.values, K, V,
-                   dictionary.active,      dictionary.bias};
+    const Dictionary& d = dictionary;
+    const Rows old{d.read_keys(), d.values, K, V, d.active, d.bias};
     Rows tokens{tail_k, tail_v, c.G * K, c.G * V, stop - start, nullptr};
     if (full) tokens = {chunk_keys, chunk_values, K, V, C, nullptr};
     if (assign) nearest->start(chunk_keys);

@@ -12,6 +12,9 @@
 namespace ovq {
 namespace {
 
+// Numbers of the dictionaries that a call may read, each once a query, on the calling thread alone.
+constexpr int64_t kSerialReads = 1 << 20;
+
 template <class T>
 const T* data_or_null(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
@@ -78,8 +81,14 @@ std::vector<Tensor> forward(
         slots_tail.data_ptr<int64_t>(),
         slots_tokens.data_ptr<int64_t>(),
         active_after.data()};
+    at::parallel_for(0, call.R, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) f.tails(row);
+    });
     for_each_head(call, [&](int64_t row, int64_t g) { f.head(row, g); });
   };
+  // A fork costs what a decoding step does, and far more where other work has the other cores.
+  std::optional<c10::ParallelGuard> alone;
+  if (!completes && call.num_reads(num_active) < kSerialReads) alone.emplace(true);
   if (q.scalar_type() == at::kBFloat16)
     run(at::BFloat16{});
   else

@@ -202,6 +202,31 @@ inline float dot(const float* a, const float* b, int64_t D) {
   return total;
 }
 
+// The inner products of `row` with kWidth rows of D numbers, one in each lane.
+inline Vec dots(const float* row, const float* rows, int64_t stride, int64_t D) {
+  Vec sums[kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) sums[i] = Vec(0.0f);
+  int64_t d = 0;
+  for (; d + kWidth <= D; d += kWidth) {
+    const Vec x = Vec::loadu(row + d);
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i)
+      sums[i] = at::vec::fmadd(x, Vec::loadu(rows + i * stride + d), sums[i]);
+  }
+  alignas(64) float parts[kWidth * kWidth], across[kWidth * kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) sums[i].store(parts + i * kWidth);
+  at::vec::transpose_mxn<float, kWidth, kWidth>(parts, kWidth, across, kWidth);
+  Vec total = Vec::loadu(across);
+  for (int i = 1; i < kWidth; ++i) total = total + Vec::loadu(across + i * kWidth);
+  for (; d < D; ++d) {
+    for (int i = 0; i < kWidth; ++i) parts[i] = rows[i * stride + d];
+    total = at::vec::fmadd(Vec(row[d]), Vec::loadu(parts), total);
+  }
+  return total;
+}
+
 // out[c, r] = in[r, c] for `rows` times `columns` numbers.
 inline void transpose(
     float* out, int64_t out_stride, const float* in, int64_t in_stride, int64_t rows,

@@ -44,6 +44,14 @@ struct Call {
   }
 
   int64_t num_full(int64_t r) const { return length[r] ? (tail[r] + length[r]) / C * C : 0; }
+  // How many numbers of keys and values the queries read, of dictionaries and chunks.
+  int64_t num_reads(const Tensor& num_active) const {
+    int64_t total = 0;
+    for (int64_t r = 0; r < R; ++r)
+      total += length[r] * H * (K + V) * (num_active.const_data_ptr<int64_t>()[r] + tail[r]);
+    return total;
+  }
+
   bool completes(int64_t r) const { return num_full(r) > 0; }
 };
 
