@@ -67,6 +67,13 @@ class BenchmarkConfig:
     memory_lengths: tuple[int, ...] = (2048, 8192, 32768)
     memory_centroids: int = 1024
 
+    @property
+    def num_steps(self) -> int:
+        """Lines of progress that a benchmark of this configuration gives."""
+        impls, passes = len(self.implementations), sum(1 + (d == "float32") for d in self.dtypes)
+        figures = passes * len(self.lengths) + 2 * len(self.decode_after)
+        return impls * len(self.dtypes) + figures + len(self.memory_lengths) * (impls + 2)
+
     def dictionary(self, num_centroids: int) -> DictionaryConfig:
         """The dictionary of a measurement."""
         return DictionaryConfig(num_centroids=num_centroids, chunk_size=self.chunk_size)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -304,12 +305,13 @@ def bench(
             config, lengths=(512, 1024, 2048, 4096), num_centroids=(256, 1024), num_repeats=3,
             decode_after=(1024, 8192), decode_tokens=256, memory_lengths=(2048, 8192),
         )  # fmt: skip
-    begun = time.perf_counter()
-    result = benchmark(
-        config,
-        output,
-        lambda line: console.print(f"{time.perf_counter() - begun:6.0f} s  {line}"),
-    )
+    begun, steps = time.perf_counter(), count(1)
+
+    def progress(line: str) -> None:
+        seconds = time.perf_counter() - begun
+        console.print(f"{next(steps):3} of {config.num_steps} at {seconds:5.0f} s  {line}")
+
+    result = benchmark(config, output, progress)
     write(result, output)
     console.print(markdown(result), markup=False, soft_wrap=True)
     console.print(f"written: {output}/bench.json, table.md, bench.png")
