@@ -45,7 +45,7 @@ class BenchmarkConfig:
         num_heads: ``H = G``.
         head_dim: ``K = V``.
         chunk_size: ``C``.
-        num_repeats: of each figure, which is their median; three where one run takes over 4 s.
+        num_repeats: of each figure, which is their median; fewer where one run takes seconds.
         decode_after: tokens before the decoded ones.
         decode_centroids: ``N`` while decoding.
         decode_tokens: tokens decoded for one mean.
@@ -122,14 +122,17 @@ def check(impl: str, dtype: str, config: BenchmarkConfig) -> None:
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], num_repeats: int) -> dict[str, dict[str, Any]]:
-    """Seconds of each call, in turns, so that a change of the machine's pace meets all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        if _timed(call) > 4.0:
-            num_repeats = min(num_repeats, 3)
+    """Seconds of each call, in turns, so that a change of the machine's pace meets all alike.
+
+    The first run of a call warms up and counts only if it takes over a second; a call that has
+    taken 12 s rests once it has been timed twice.
+    """
+    first = {name: _timed(call) for name, call in calls.items()}
+    seconds = {name: [at] if at > 1.0 else [] for name, at in first.items()}
     for _ in range(num_repeats):
         for name, call in calls.items():
-            seconds[name].append(_timed(call))
+            if len(seconds[name]) < 2 or sum(seconds[name]) < 12.0:
+                seconds[name].append(_timed(call))
     return {name: {"median": median(all_), "all": all_} for name, all_ in seconds.items()}
 
 
