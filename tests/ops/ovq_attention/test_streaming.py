@@ -73,10 +73,11 @@ def errors_after(impl: str, num_tokens: int) -> dict[str, float]:
         key_sums += sums_by_slot(inputs.k[0, :, 0], joined, 16)
         value_sums += sums_by_slot(inputs.v[0, :, 0], joined, 16)
     assert torch.equal(state.counts[0, 0], counts)
+    assert int((counts > 0).sum()) == int(state.num_active) == 15  # 16 t / (t + 16), rounded down
     assert int(counts.sum()) == int(state.num_absorbed) == num_tokens
     exact = {"key_means": key_sums, "value_means": value_sums}
     return {
-        name: float((getattr(state, name)[0, 0].double() - sums / counts[:, None]).abs().max())
+        name: float((getattr(state, name)[0, 0] - sums / counts.clamp_min(1)[:, None]).abs().max())
         for name, sums in exact.items()
     }
 
