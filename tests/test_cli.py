@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ovq.cli import app
+from ovq.cli import run as run_command
 from ovq.recipes import RECIPES, make_run
 from ovq.report import report
 
@@ -155,3 +156,23 @@ def test_a_run_not_evaluated_cannot_be_reported(run, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(content))
     assert "ovq evaluate" in bad_input("report", tmp_path, "-o", tmp_path / "report")
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nonsense"], "nonsense"),
+        (["train"], "RECIPE"),
+        (["generate", "x", "--prompt", "y", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["evaluate", "x", "--num-sequences", "many"], "--num-sequences"),
+        (["report", "x", "--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ovq", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        run_command()
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert named in line
+    assert "\n" not in line

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ovq
+from ovq.benchmark_report import markdown, read_benchmark, summary
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,3 +57,13 @@ def test_the_project_speaks_of_itself_alone():
     files = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in kinds]
     machine = re.compile("/" + "work/|/" + "root/|/" + "tmp/")
     assert [str(path) for path in files if machine.search(path.read_text())] == []
+
+
+def test_the_readme_table_is_the_benchmarks():
+    result = read_benchmark(ROOT / "results/bench/bench.json")
+    table = re.search(
+        r"<!-- from results/bench/bench.json -->\n(.*?)<!-- end -->", README, re.DOTALL
+    )
+    assert table is not None
+    assert table[1] == summary(result)
+    assert (ROOT / "results/bench/table.md").read_text() == markdown(result)

@@ -59,7 +59,7 @@ def test_a_run_leaves_its_model_and_its_losses(done):
     folder, run = done
     assert run["status"] == "done"
     assert run["training"]["steps"] == STEPS == len(run["training"]["losses"])
-    assert sorted(path.name for path in folder.iterdir()) == ["model", "run.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "model", "run.json"]
     assert read_run(folder)["config"] == tiny_run().to_dict()
     assert RunConfig.from_dict(read_run(folder)["config"]) == tiny_run()
 
@@ -67,7 +67,8 @@ def test_a_run_leaves_its_model_and_its_losses(done):
 def test_no_pickle_is_left(done):
     folder, _ = done
     suffixes = {path.suffix for path in folder.rglob("*") if path.is_file()}
-    assert suffixes == {".json", ".safetensors"}
+    assert suffixes == {".json", ".safetensors", ""}
+    assert (folder / ".lock").read_bytes() == b""
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
@@ -183,7 +184,8 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
         ("{", "whole run.json"),
         ("[]", "format 'ovq-run'"),
         ('{"format": "other"}', "format 'ovq-run'"),
-        ('{"format": "ovq-run", "version": 99}', "update ovq"),
+        ('{"format": "ovq-run", "version": 1}', "with 'config'"),
+        ('{"format": "ovq-run", "version": 99, "config": {}, "status": "done"}', "update ovq"),
     ],
 )
 def test_a_foreign_run_file_is_an_error(tmp_path, content, rule):
@@ -213,3 +215,28 @@ def test_a_model_of_another_configuration_is_an_error(done, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run))
     with pytest.raises(ValueError, match="window_size = 4, not 5"):
         load_run(tmp_path)
+
+
+def test_a_model_that_lacks_a_tensor_is_an_error(done, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source, _ = done
+    (tmp_path / "model").mkdir()
+    for name in ("run.json", "model/config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    tensors = load_file(source / "model/model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing keys \['model.norm.weight'\]"):
+        load_run(tmp_path)
+
+
+def test_two_runs_do_not_train_in_one_folder(tmp_path):
+    folder = tmp_path / "run"
+
+    def another(step, steps, loss, rate):
+        if step == 1:
+            with pytest.raises(ValueError, match="no run is training in"):
+                train(tiny_run(), folder)
+
+    assert train(tiny_run(), folder, another)["status"] == "done"

@@ -30,10 +30,10 @@ except ImportError as error:
 RUNS = Path("runs")
 INTERRUPTED = 130
 PROMPT_SHOWN = 400  # tokens
+USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that typer carries
 
 app = typer.Typer(
     help="Online vector-quantized attention: train, evaluate and generate.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -330,3 +330,22 @@ def report(
     rows = write_report(runs, output)
     _print_table(COLUMNS, [cells(row) for row in rows])
     console.print(f"written: {output / 'table.md'}, {output / 'accuracy.png'}")
+
+
+def run() -> None:
+    """The entry point: wrong usage is one line too."""
+    arguments = sys.argv[1:] or ["--help"]
+    try:
+        sys.exit(app(arguments, standalone_mode=False))
+    except USAGE_ERROR as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "ovq"
+        print(f"ovq: {error.format_message()} (see `{where} --help`)", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        print("ovq: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    run()

@@ -35,12 +35,20 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
     if run.get("status") != "done":
         raise ValueError(f"RUN must be done, got {folder} with status {run.get('status')!r}")
     try:
-        model = OVQForCausalLM.from_pretrained(folder / MODEL_FOLDER, local_files_only=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
+        model, found = OVQForCausalLM.from_pretrained(
+            folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
         line = str(error).splitlines()[0]
         raise ValueError(
             f"RUN must hold a whole model, got {folder / MODEL_FOLDER}: {line}"
         ) from None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found.get(kind):
+            raise ValueError(
+                f"RUN must hold a whole model, got {folder / MODEL_FOLDER} with "
+                f"{kind.replace('_', ' ')} {sorted(map(str, found[kind]))[:3]}"
+            )
     for name, value in config.model.items():
         held = getattr(model.config, name)
         same = value.items() <= held.items() if isinstance(value, dict) else value == held

@@ -104,7 +104,7 @@ class RunConfig:
                     num_sequences=evaluation["num_sequences"],
                 ),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"config must hold the fields of a RunConfig: {error}") from None
 
 

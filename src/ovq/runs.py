@@ -44,6 +44,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ValueError(f"RUN must hold a whole {RUN_FILE}, got {path}: {error}") from None
     if not isinstance(run, dict) or run.get("format") != RUN_FORMAT:
         raise ValueError(f"RUN must hold a {RUN_FILE} of format {RUN_FORMAT!r}, got {path}")
+    for key, kind in (("config", dict), ("status", str)):
+        if not isinstance(run.get(key), kind):
+            raise ValueError(
+                f"RUN must hold a {RUN_FILE} with {key!r}, got {run.get(key)!r} in {path}"
+            )
     if not isinstance(run.get("version"), int) or run["version"] > RUN_VERSION:
         raise ValueError(
             f"RUN must be of run version {RUN_VERSION} or older, got {run.get('version')!r} in "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import (
     PreTrainedTokenizerFast,
@@ -29,6 +30,7 @@ from ovq.runs import MODEL_FOLDER, RUN_FILE, read_run, write_run
 from ovq.tasks import LanguageModelingTask, Split, Task, TaskDataset
 
 CHECKPOINT_FOLDER = "checkpoints"
+LOCK_FILE = ".lock"  # held while a run trains; a killed process lets go of it
 
 # Called after every step with steps done, steps in all, the loss, and tokens per second.
 Progress = Callable[[int, int, float, float], None]
@@ -61,6 +63,20 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
     if started and started["status"] == "done":
         return started
     config.task.prepare()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK_FILE)
+    try:
+        with lock.acquire(timeout=0):
+            return _train(config, folder, progress, started)
+    except Timeout:
+        raise ValueError(
+            f"--output must be a folder that no run is training in, got {folder}"
+        ) from None
+
+
+def _train(
+    config: RunConfig, folder: Path, progress: Progress | None, started: dict[str, Any] | None
+) -> dict[str, Any]:
     model = make_model(config)
     checkpoint = latest_checkpoint(folder)
     run = started or {
@@ -129,7 +145,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """The run file of a run to resume; ``None`` for a new run."""
     if not (folder / RUN_FILE).exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        held = [LOCK_FILE, CHECKPOINT_FOLDER]  # what a run killed before its first write leaves
+        if folder.exists() and (
+            not folder.is_dir() or any(path.name not in held for path in folder.iterdir())
+        ):
             raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
         return None
     run = read_run(folder)

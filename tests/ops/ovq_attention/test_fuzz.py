@@ -4,7 +4,7 @@ A case is a few sequences, each read in several calls that carry the state, as a
 is compared with one call of ``reference`` in float64 on the same rounded numbers and its slots. How
 near it must be comes from what ``reference`` itself loses in the case's dtype.
 
-Not drawn: keys that nearly cancel in a slot of a ``unit`` dictionary. There the centroid's direction
+Not drawn: keys that nearly cancel in a slot of a ``unit`` dictionary. The direction of its centroid
 is rounding alone, and the backward, which takes members out of a rounded sum, finds another one.
 """
 
