@@ -35,7 +35,7 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
     if run.get("status") != "done":
         raise ValueError(f"RUN must be done, got {folder} with status {run.get('status')!r}")
     try:
-        model, found = OVQForCausalLM.from_pretrained(
+        loaded: Any = OVQForCausalLM.from_pretrained(
             folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True
         )
     except (OSError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
@@ -43,6 +43,7 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
         raise ValueError(
             f"RUN must hold a whole model, got {folder / MODEL_FOLDER}: {line}"
         ) from None
+    model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found.get(kind):
             raise ValueError(
