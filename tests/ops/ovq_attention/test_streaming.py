@@ -84,7 +84,7 @@ def errors_after(impl: str, num_tokens: int) -> dict[str, float]:
 
 @by_implementation
 def test_means_stay_accurate(impl):
-    """float32 resolves 6e-8 here; a sum kept in float32 instead of a mean would be off by 1e-4."""
+    """To some forty times what float32 resolves of a number of size one."""
     errors = errors_after(impl, 200 * 1024)
     assert max(errors.values()) < 5e-6, errors
 
@@ -211,10 +211,10 @@ def kept_bytes(impl: str, num_tokens: int, num_centroids: int) -> int:
 def test_backward_keeps_a_few_numbers_a_token_and_one_dictionary(impl):
     per_token = {}
     for num_centroids in (32, 512):
-        short, long = (kept_bytes(impl, n, num_centroids) for n in (512, 2048))
-        per_token[num_centroids] = (long - short) / (2048 - 512)
+        short, long = (kept_bytes(impl, n, num_centroids) for n in (256, 1024))
+        per_token[num_centroids] = (long - short) / (1024 - 256)
         assert short >= num_centroids * (16 + 16) * 4  # the hook sees the final dictionary
-        assert short <= 3 * num_centroids * (16 + 16 + 2) * 4 + 512 * 400
+        assert short <= 3 * num_centroids * (16 + 16 + 2) * 4 + 256 * 400
     qkv = (2 * 16 + 16 + 16) * 4
     # Beside q, k, v: at most the output, a slot and two log-sum-exps.
     assert qkv <= per_token[32] <= qkv + 2 * 16 * 4 + 8 + 2 * 4

@@ -63,8 +63,10 @@ def read(
 ) -> tuple[Float[Tensor, "r G J w V"], Float[Tensor, "r G J w"]]:
     """One softmax over the dictionary and the chunk's own keys; output and log-sum-exp."""
     logits = read_logits(queries * beta[:, :, None, None], keys, visible, centroids, counts)
-    lse = logits.logsumexp(-1, keepdim=True)
-    weights = (logits - lse).exp()
+    most = logits.amax(-1, keepdim=True)
+    weights = (logits - most).exp()
+    total = weights.sum(-1, keepdim=True)
+    weights, lse = weights / total, most + total.log()
     n = counts.shape[-1]
     o = weights[..., :n] @ value_means + weights[..., n:] @ values
     group = queries.shape[2:4]
@@ -278,7 +280,6 @@ def with_tail(state: OVQState, grid: ChunkGrid, flat_k: Tensor, flat_v: Tensor) 
 
 def read_backward(
     grad_o: Float[Tensor, "r G J w V"],
-    lse: Float[Tensor, "r G J w"],
     queries: Float[Tensor, "r G J w K"],
     beta: Float[Tensor, "G J"],
     keys: Float[Tensor, "r G C K"],
@@ -292,7 +293,9 @@ def read_backward(
     n = counts.shape[-1]
     scaled = queries * beta[:, :, None, None]
     logits = read_logits(scaled, keys, visible, centroids, counts)
-    weights = (logits - lse.flatten(2, 3)[..., None]).clamp_max(0).exp()
+    # Not from the saved log-sum-exp: where logits are large it is coarse, and centroids that are
+    # recovered with rounding would leave weights that do not add up to 1.
+    weights = logits.softmax(-1)
     rows, grad = scaled.flatten(2, 3), grad_o.flatten(2, 3)
     grad_weights = torch.cat([grad @ value_means.mT, grad @ values.mT], dim=-1)
     grad_mean = (weights * grad_weights).sum(-1, keepdim=True)
@@ -331,8 +334,9 @@ class _Dictionaries:
     def __init__(self, state: OVQState, grad_keys: Tensor, grad_values: Tensor):
         share = 1 / state.counts.clamp_min(1)[..., None].to(grad_keys.dtype)
         self.counts = state.counts.clone()
-        self.key_sums = state.key_means * state.counts[..., None]
-        self.value_sums = state.value_means * state.counts[..., None]
+        # In float64: what the undoing loses then is the rounding of the last means alone.
+        self.key_sums = state.key_means.double() * state.counts[..., None]
+        self.value_sums = state.value_means.double() * state.counts[..., None]
         self.grad_keys, self.grad_values = grad_keys * share, grad_values * share
 
     def undo(self, rows: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -342,7 +346,7 @@ class _Dictionaries:
         counts = add_members(self.counts[rows, :, :n], slots, -torch.ones_like(slots))
         self.counts[rows, :, :n] = counts
         for sums, tokens in ((self.key_sums, keys), (self.value_sums, values)):
-            left = add_members(sums[rows, :, :n], slots, -tokens)
+            left = add_members(sums[rows, :, :n], slots, -tokens.double())
             sums[rows, :, :n] = left.masked_fill(counts[..., None] == 0, 0)
 
 
@@ -365,10 +369,11 @@ def backward(
         grad_state: a state that holds gradients where ``after`` holds numbers.
         tails: keys and values of the unfinished chunk that came in.
         after: the state that the forward returned.
+        lse: of the forward; not read here.
     """
     config, dtype, G = after.dictionary, working_dtype(q.dtype), k.shape[2]
     before = tails[0].shape[0] * config.chunk_size
-    flat_q, flat_lse, flat_grad_o = (flat_list(None, x, dtype) for x in (q, lse, grad_o))
+    flat_q, flat_grad_o = (flat_list(None, x, dtype) for x in (q, grad_o))
     flat_k, flat_v = flat_list(tails[0], k, dtype), flat_list(tails[1], v, dtype)
     flat_slots = flat_list(slots.tail, slots.tokens, torch.int64)
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (flat_q, flat_k, flat_v))
@@ -384,7 +389,7 @@ def backward(
                 grads[places] = gather_slots(table[rows], joined).movedim(1, 2)
             past.undo(rows, joined, keys[chunk.full], values[chunk.full])
         _read_chunk_backward(
-            chunk, before, past, config, flat_q, flat_lse, flat_grad_o, keys, values,
+            chunk, before, past, config, flat_q, flat_grad_o, keys, values,
             grouped, grad_q, grad_k, grad_v, grad_beta,
         )  # fmt: skip
     places = grid.tail_places().flatten()
@@ -409,7 +414,6 @@ def _read_chunk_backward(
     past: _Dictionaries,
     config: DictionaryConfig,
     flat_q: Tensor,
-    flat_lse: Tensor,
     flat_grad_o: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -424,11 +428,13 @@ def _read_chunk_backward(
     n = widest(counts)
     counts, queries = counts[:, :, :n], chunk.queries - before
     share = 1 / counts.clamp_min(1)[..., None].to(keys.dtype)
-    key_means = pick(past.key_sums, chunk.rows)[:, :, :n] * share
-    value_means = pick(past.value_sums, chunk.rows)[:, :, :n] * share
+    key_means, value_means = (
+        (pick(sums, chunk.rows)[:, :, :n] / counts.clamp_min(1)[..., None]).to(keys.dtype)
+        for sums in (past.key_sums, past.value_sums)
+    )
     G = keys.shape[1]
     grad_queries, of_beta, of_keys, of_values, of_centroids, of_value_means = read_backward(
-        by_group(flat_grad_o[queries], G), by_group(flat_lse[queries], G),
+        by_group(flat_grad_o[queries], G),
         by_group(flat_q[queries], G), beta, keys, values, chunk.visible,
         read_keys(key_means, config), value_means, counts,
     )  # fmt: skip
