@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test check format clean
 
-# Resumable: what is done is not done again.
+# Resumable: what is trained is not trained again.
 RECALL := $(addprefix runs/demo-recall-,sliding-window full-attention ovq)
 demo: $(READY)
 	@$(BIN)/ovq build || echo "going on without it: everything works, slower"

@@ -240,3 +240,9 @@ def test_two_runs_do_not_train_in_one_folder(tmp_path):
                 train(tiny_run(), folder)
 
     assert train(tiny_run(), folder, another)["status"] == "done"
+
+
+def test_a_done_run_without_its_model_is_an_error(done, tmp_path):
+    (tmp_path / "run.json").write_bytes((done[0] / "run.json").read_bytes())
+    with pytest.raises(ValueError, match="--output must hold the model of its run"):
+        train(tiny_run(), tmp_path)

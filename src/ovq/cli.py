@@ -247,7 +247,7 @@ def generate(
     seed: int = 0,
     threads: Threads = None,
 ) -> None:
-    """Continue a prompt with a trained run; the state keeps its size."""
+    """Continue a prompt; once the window is full, the state keeps its size."""
     if sum(given is not None for given in (prompt, prompt_file, held_out)) != 1:
         raise ValueError("exactly one of --prompt, --prompt-file and --held-out must be given")
     from ovq.evaluate import generate as continue_prompt

@@ -51,8 +51,9 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
                 f"{kind.replace('_', ' ')} {sorted(map(str, found[kind]))[:3]}"
             )
     for name, value in config.model.items():
-        held = getattr(model.config, name)
-        same = value.items() <= held.items() if isinstance(value, dict) else value == held
+        held = getattr(model.config, name, None)
+        both = isinstance(value, dict) and isinstance(held, dict)
+        same = value.items() <= held.items() if both else value == held
         if not same:
             raise ValueError(
                 f"RUN must hold the model of its own configuration, got {folder} with {name} = "

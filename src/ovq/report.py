@@ -26,6 +26,11 @@ def read_results(folders: list[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         run = read_run(folder)
         results = run.get("evaluation", {}).get("results", [])
+        if not results and run["status"] != "done":
+            raise ValueError(
+                f"RUN must be done and evaluated, got {folder} with status {run['status']!r}: "
+                "the command that trains it goes on"
+            )
         if not results:
             raise ValueError(
                 f"RUN must be evaluated first, got {folder} with status {run.get('status')!r}: "

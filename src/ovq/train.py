@@ -61,6 +61,8 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
     """
     started = _check_folder(config, folder)
     if started and started["status"] == "done":
+        if not (folder / MODEL_FOLDER / "model.safetensors").is_file():
+            raise ValueError(f"--output must hold the model of its run, got {folder} without one")
         return started
     config.task.prepare()
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,7 @@ def save_model(model: OVQForCausalLM, task: Task, folder: Path) -> None:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run folder."""
-    found = (folder / CHECKPOINT_FOLDER).glob("step-*")
+    found = (folder / CHECKPOINT_FOLDER).glob("step-[0-9]*")
     return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 

@@ -4,8 +4,8 @@ A case is a few sequences, each read in several calls that carry the state, as a
 is compared with one call of ``reference`` in float64 on the same rounded numbers and its slots. How
 near it must be comes from what ``reference`` itself loses in the case's dtype.
 
-Not compared: keys of several norms in a ``unit`` dictionary. Where large ones cancel or are taken out
-again, the direction of a centroid is that of rounding, in the backward another than in the forward.
+Not compared: keys of several norms in a ``unit`` dictionary. Where large ones cancel or are taken
+out again, a centroid's direction is that of rounding, in the backward another than in the forward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -293,7 +293,7 @@ def served(impl: str, case: Case) -> Case:
 
 
 @by_implementation
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(case=cases())
 def test_equals_reference_while_logits_are_moderate(impl, case):
     compare(served(impl, case), impl)

@@ -1,5 +1,7 @@
 """States on disk: back bit for bit, and never half of one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -138,3 +140,19 @@ def test_other_safetensors_files_raise(state, tmp_path, kind):
     safetensors.save_file(contents, path, metadata=about)
     with pytest.raises(ValueError, match=r"path .*other\.safetensors"):
         OVQState.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_active", 99), ("num_active", -3), ("tail_length", 99), ("tail_length", -1),
+        ("num_absorbed", -7), ("counts", -1), ("counts", 0), ("key_means", float("nan")),
+    ],
+)  # fmt: skip
+def test_numbers_no_state_can_hold_are_an_error(tmp_path, field, value):
+    config = make_config(num_centroids=8, chunk_size=4)
+    _, state, _ = run(make_inputs(T=11), config, "torch")
+    wrong = torch.full_like(getattr(state, field), value)
+    replace(state, **{field: wrong}).save(tmp_path / "state")
+    with pytest.raises(ValueError, match="path must hold"):
+        OVQState.load(tmp_path / "state")

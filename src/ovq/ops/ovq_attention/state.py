@@ -179,6 +179,7 @@ class OVQState:
         if set(tensors) != set(TENSOR_NAMES):
             raise ValueError(f"path must hold the tensors {TENSOR_NAMES}, got {path}")
         _check_shapes(tensors, dictionary, path)
+        _check_numbers(tensors, dictionary, path)
         return cls(dictionary=dictionary, **tensors)
 
 
@@ -195,6 +196,27 @@ def _check_shapes(
                 f"path must hold {name} of {tuple(wanted.shape)} {wanted.dtype}, got "
                 f"{tuple(tensor.shape)} {tensor.dtype} in {path}"
             )
+
+
+def _check_numbers(
+    tensors: dict[str, Tensor], dictionary: DictionaryConfig, path: str | PathLike
+) -> None:
+    """What every state fulfils, so that a damaged file cannot reach a kernel's memory."""
+    N, C = dictionary.num_centroids, dictionary.chunk_size
+    active, tail = tensors["num_active"], tensors["tail_length"]
+    in_use = torch.arange(N) < active.cpu()[:, None, None]
+    absorbed = tensors["num_absorbed"].cpu()[:, None]
+    counts = tensors["counts"].cpu()
+    rules = {
+        "num_active within [0, N]": ((active >= 0) & (active <= N)).all(),
+        "tail_length within [0, C)": ((tail >= 0) & (tail < C)).all(),
+        "counts of at least 1 in active slots and 0 elsewhere": ((counts > 0) == in_use).all(),
+        "counts that add up to num_absorbed": (counts.sum(-1) == absorbed).all(),
+        "finite numbers": all(t.isfinite().all() for t in tensors.values()),
+    }
+    for rule, kept in rules.items():
+        if not kept:
+            raise ValueError(f"path must hold {rule}, got a damaged state in {path}")
 
 
 class Slots(NamedTuple):
