@@ -52,8 +52,8 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
             )
     for name, value in config.model.items():
         held = getattr(model.config, name, None)
-        both = isinstance(value, dict) and isinstance(held, dict)
-        same = value.items() <= held.items() if both else value == held
+        part = isinstance(value, dict) and isinstance(held, dict) and value.items() <= held.items()
+        same = part or value == held
         if not same:
             raise ValueError(
                 f"RUN must hold the model of its own configuration, got {folder} with {name} = "
