@@ -33,7 +33,9 @@ class DictionaryConfig:
         rate: ``mean`` keeps exact running means, ``constant`` moves a slot by ``step`` toward the
             mean of its new members.
         step: of the ``constant`` rate, in (0, 1].
-        centroid: ``mean`` reads the key centroids as they are, ``unit`` scaled to unit norm.
+        centroid: ``mean`` reads the key centroids as they are, ``unit`` scaled to unit norm. With
+            ``unit``, keys are meant to have unit norm: where keys of norm near 0 or of very unlike
+            norms share a slot, gradients of ``torch`` and ``cpu`` are inaccurate.
 
     Raises:
         ValueError: a field out of its range, or one that its variant needs and lacks.
