@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ovq.report import COLOURS, save_figure
+from ovq.report import COLOURS, new_figure, save_figure
 from ovq.runs import write_text
-
-Rows = list[dict[str, Any]]
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
@@ -138,9 +136,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Time and peak memory against the number of tokens, the crossover marked, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    figure = new_figure(12.0, 4.4)
     panels = figure.subplots(1, 3)
     impl = result["config"]["implementations"][-1]
     numbers = result["config"]["num_centroids"]

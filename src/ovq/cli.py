@@ -100,14 +100,19 @@ def _bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
             bar.stop()
 
 
-def _set_up(threads: int | None) -> None:
-    """Set the threads, and keep the library's progress bars from ours."""
+def _set_threads(threads: int | None) -> None:
     import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _set_up(threads: int | None) -> None:
+    """Set the threads, and keep the progress bars of transformers from ours."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    _set_threads(threads)
 
 
 @app.callback()
@@ -297,7 +302,7 @@ def bench(
     from ovq.benchmark_report import markdown, write
     from ovq.ops.ovq_attention.cpu.kernel import is_built
 
-    _set_up(threads)
+    _set_threads(threads)
     implementations = ("torch", "cpu") if is_built() else ("torch",)
     config = BenchmarkConfig(implementations=implementations)
     if quick:

@@ -32,8 +32,8 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
     """
     run = read_run(folder)
     config = RunConfig.from_dict(run["config"])
-    if run.get("status") != "done":
-        raise ValueError(f"RUN must be done, got {folder} with status {run.get('status')!r}")
+    if run["status"] != "done":
+        raise ValueError(f"RUN must be done, got {folder} with status {run['status']!r}")
     try:
         loaded: Any = OVQForCausalLM.from_pretrained(
             folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True

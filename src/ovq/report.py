@@ -1,10 +1,9 @@
 """Tables and pictures from run files alone."""
 
-import os
 from pathlib import Path
 from typing import Any
 
-from ovq.runs import read_run, write_text
+from ovq.runs import read_run, write_text, written_beside
 
 # Distinct in print and for colour-blind readers. Source: Okabe and Ito, "Color Universal Design".
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -26,15 +25,12 @@ def read_results(folders: list[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         run = read_run(folder)
         results = run.get("evaluation", {}).get("results", [])
-        if not results and run["status"] != "done":
-            raise ValueError(
-                f"RUN must be done and evaluated, got {folder} with status {run['status']!r}: "
-                "the command that trains it goes on"
-            )
         if not results:
+            rule, next_step = "evaluated first", f"run `ovq evaluate {folder}`"
+            if run["status"] != "done":
+                rule, next_step = "done and evaluated", "the command that trains it goes on"
             raise ValueError(
-                f"RUN must be evaluated first, got {folder} with status {run.get('status')!r}: "
-                f"run `ovq evaluate {folder}`"
+                f"RUN must be {rule}, got {folder} with status {run['status']!r}: {next_step}"
             )
         name = run["config"]["name"]
         for result in results:
@@ -67,11 +63,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'ovq[report]'") from error
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = new_figure(10.0, 4.6)
     panels = figure.subplots(1, 2)
     labels = list(dict.fromkeys(row["label"] for row in rows))
     for index, label in enumerate(labels):
@@ -100,12 +92,23 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure of so many inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'ovq[report]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Write a matplotlib figure as a PNG, beside its place first, then renamed onto it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    figure.savefig(beside, format="png", dpi=150)
-    os.replace(beside, path)
+    with written_beside(path) as beside:
+        figure.savefig(beside, format="png", dpi=150)
 
 
 def report(folders: list[Path], output: Path) -> list[dict[str, Any]]:

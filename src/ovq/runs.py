@@ -6,6 +6,8 @@ training is done (safetensors), and ``checkpoints/`` while it is not.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,22 @@ RUN_FILE = "run.json"
 MODEL_FOLDER = "model"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place, then rename it there: an interrupted write leaves the old."""
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A place beside ``path`` to write to, renamed onto it afterwards.
+
+    An interrupted write leaves the old file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
+    yield beside
     os.replace(beside, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, or leave the old one."""
+    with written_beside(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:

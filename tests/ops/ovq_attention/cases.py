@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from ovq import DictionaryConfig, OVQState
 from ovq.ops.ovq_attention.api import ovq_attention_with_slots
+from ovq.ops.ovq_attention.cpu import kernel
 
 IMPLEMENTATIONS = ("reference", "torch")
 VARIANTS = {
@@ -28,6 +30,12 @@ VARIANTS = {
         "seeding": "novel",
     },
 }
+needs_kernel = pytest.mark.skipif(
+    not kernel.is_built(), reason="not built: python -m ovq.ops.ovq_attention.cpu.build"
+)
+by_implementation = pytest.mark.parametrize(
+    "impl", ["torch", pytest.param("cpu", marks=needs_kernel)]
+)  # fmt: skip
 REAL_FIELDS = ("key_means", "value_means", "tail_keys", "tail_values")
 WHOLE_FIELDS = ("counts", "num_active", "num_absorbed", "tail_length")
 

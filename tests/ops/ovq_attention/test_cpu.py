@@ -22,6 +22,7 @@ from .cases import (
     gradients,
     make_config,
     make_inputs,
+    needs_kernel,
     phased_state,
     real_tensors,
     run,
@@ -30,9 +31,6 @@ from .cases import (
     zipf_vectors,
 )
 
-needs_kernel = pytest.mark.skipif(
-    not kernel.is_built(), reason="not built: python -m ovq.ops.ovq_attention.cpu.build"
-)
 C = 6
 SERVED = {name: fields for name, fields in VARIANTS.items() if fields.get("rate") != "constant"}
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-2}

@@ -27,6 +27,7 @@ from .cases import (
     VARIANTS,
     WHOLE_FIELDS,
     Inputs,
+    by_implementation,
     generator,
     gradients,
     make_config,
@@ -38,10 +39,6 @@ from .cases import (
     zipf_vectors,
 )
 
-built = pytest.mark.skipif(
-    not kernel.is_built(), reason="not built: python -m ovq.ops.ovq_attention.cpu.build"
-)
-by_implementation = pytest.mark.parametrize("impl", ["torch", pytest.param("cpu", marks=built)])
 SERVED = sorted(name for name, fields in VARIANTS.items() if fields.get("rate") != "constant")
 MODERATE = 100.0  # the largest |beta| |q| |k| at which results are compared
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ovq import OVQState
-from ovq.ops.ovq_attention.cpu import kernel
 
 from .cases import (
     Inputs,
@@ -17,6 +16,7 @@ from .cases import (
     assert_bits_equal,
     assert_near,
     assert_states_near,
+    by_implementation,
     generator,
     gradients,
     make_config,
@@ -28,10 +28,6 @@ from .cases import (
     unit_vectors,
 )
 
-built = pytest.mark.skipif(
-    not kernel.is_built(), reason="not built: python -m ovq.ops.ovq_attention.cpu.build"
-)
-by_implementation = pytest.mark.parametrize("impl", ["torch", pytest.param("cpu", marks=built)])
 long_run = pytest.mark.skipif(
     os.environ.get("OVQ_LONG") != "1", reason="takes a minute: set OVQ_LONG=1"
 )

@@ -341,8 +341,7 @@ class _Dictionaries:
 
     def undo(self, rows: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Take the members of a chunk out again."""
-        n = int(slots.max()) + 1
-        n = max(n, widest(self.counts[rows]))
+        n = widest(self.counts[rows])
         counts = add_members(self.counts[rows, :, :n], slots, -torch.ones_like(slots))
         self.counts[rows, :, :n] = counts
         for sums, tokens in ((self.key_sums, keys), (self.value_sums, values)):
@@ -427,9 +426,10 @@ def _read_chunk_backward(
     counts = pick(past.counts, chunk.rows)
     n = widest(counts)
     counts, queries = counts[:, :, :n], chunk.queries - before
-    share = 1 / counts.clamp_min(1)[..., None].to(keys.dtype)
+    divisor = counts.clamp_min(1)[..., None]
+    share = 1 / divisor.to(keys.dtype)
     key_means, value_means = (
-        (pick(sums, chunk.rows)[:, :, :n] / counts.clamp_min(1)[..., None]).to(keys.dtype)
+        (pick(sums, chunk.rows)[:, :, :n] / divisor).to(keys.dtype)
         for sums in (past.key_sums, past.value_sums)
     )
     G = keys.shape[1]
