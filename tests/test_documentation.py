@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import ovq
+import ovq.theory
 from ovq.benchmark_report import markdown, read_benchmark, summary
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+THEORY = (ROOT / "docs/theory.md").read_text(encoding="utf-8")
 MODULES = [module.name for module in pkgutil.walk_packages(ovq.__path__, "ovq.")]
 
 
@@ -23,6 +25,21 @@ def test_readme_code_runs(block, capsys):
     torch.manual_seed(0)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     assert "bytes" in capsys.readouterr().out
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", THEORY, flags=re.DOTALL))
+def test_theory_code_runs(block):
+    assert "assert " in block
+    exec(compile(block, "docs/theory.md", "exec"), {"__name__": "theory"})
+
+
+def test_the_theory_page_names_and_runs_every_statement():
+    code = "".join(re.findall(r"```python\n(.*?)```", THEORY, flags=re.DOTALL))
+    statements = re.findall(r"^\| [\w' -]*\| `(\w+)` \|", THEORY, flags=re.MULTILINE)
+    known = {name for name in ovq.theory.__all__ if re.search("_(is|are|has)_", name)}
+    assert known == set(statements)
+    assert [name for name in statements if f"{name}(" not in code and f"({name}," not in code] == []
 
 
 @pytest.mark.plain
