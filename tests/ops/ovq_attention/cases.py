@@ -29,6 +29,22 @@ VARIANTS = {
         "growth_length": 20,
         "seeding": "novel",
     },
+    "direction": {"centroid": "direction"},
+    "window": {"window_chunks": 1},
+    "window-novel": {"window_chunks": 2, "seeding": "novel"},
+    "window-unit": {"window_chunks": 1, "centroid": "unit"},
+    "window-random-direction": {
+        "window_chunks": 2,
+        "seeding": "random",
+        "seed": 3,
+        "centroid": "direction",
+    },
+    "window-constant-direction": {
+        "window_chunks": 1,
+        "rate": "constant",
+        "step": 0.3,
+        "centroid": "direction",
+    },
 }
 needs_kernel = pytest.mark.skipif(
     not kernel.is_built(), reason="not built: python -m ovq.ops.ovq_attention.cpu.build"
@@ -85,6 +101,12 @@ def zipf_vectors(*shape: int, seed: int, vocabulary: int = 12) -> Tensor:
     return table[tokens[: torch.Size(shape[:-1]).numel()]].reshape(shape)
 
 
+def uneven_vectors(*shape: int, seed: int) -> Tensor:
+    """Random vectors of norms between 1/4 and 4, mixed: few of the largest attract all others."""
+    exponent = 4.0 * torch.rand(*shape[:-1], 1, generator=generator(seed + 2000)) - 2.0
+    return 2.0 ** exponent.double() * unit_vectors(*shape, seed=seed)
+
+
 def make_inputs(
     B: int = 2,
     T: int = 13,
@@ -106,9 +128,16 @@ def make_inputs(
     ).to(dtype)
 
 
-def make_config(num_centroids: int = 6, chunk_size: int = 4, **fields) -> DictionaryConfig:
-    """A dictionary small enough to fill and to merge."""
-    return DictionaryConfig(num_centroids=num_centroids, chunk_size=chunk_size, **fields)
+def make_config(
+    num_centroids: int = 6, chunk_size: int = 4, *, window_chunks: int = 0, **fields
+) -> DictionaryConfig:
+    """A dictionary small enough to fill and to merge; the window in chunks."""
+    return DictionaryConfig(
+        num_centroids=num_centroids,
+        chunk_size=chunk_size,
+        window_size=window_chunks * chunk_size,
+        **fields,
+    )
 
 
 def run(inputs: Inputs, config: DictionaryConfig, impl: str, state=None, **options):
@@ -125,9 +154,9 @@ def phased_state(config: DictionaryConfig, lengths: Sequence[int], *, seed: int 
 
 def state_leaves(state: OVQState) -> tuple[OVQState, list[Tensor]]:
     """The state on leaves that collect gradients; places that hold nothing are cut off."""
-    N, C = state.dictionary.num_centroids, state.dictionary.chunk_size
+    N, L = state.dictionary.num_centroids, state.dictionary.tail_size
     active = torch.arange(N) < state.num_active[:, None]
-    waiting = torch.arange(C) < state.tail_length[:, None]
+    waiting = torch.arange(L) < state.tail_length[:, None]
     leaves = {name: getattr(state, name).detach().clone().requires_grad_() for name in REAL_FIELDS}
     held = {
         name: leaf * (waiting[..., None, None] if "tail" in name else active[:, None, :, None])

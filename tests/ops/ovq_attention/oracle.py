@@ -31,13 +31,15 @@ class Run:
     slots: list[Slot] = field(default_factory=list)
 
     def read(self, key: np.ndarray) -> np.ndarray:
-        """A key centroid as everything but the running mean sees it."""
-        if self.config.centroid == "mean":
-            return key
-        return key / max(float(np.sqrt((key**2).sum())), 1e-6)
+        """A key centroid as queries see it."""
+        return unit(key) if self.config.centroid == "unit" else key
+
+    def compared(self, key: np.ndarray) -> np.ndarray:
+        """A key centroid as keys that look for a slot see it."""
+        return key if self.config.centroid == "mean" else unit(key)
 
     def attend(self, query: np.ndarray, beta: float, own: range) -> np.ndarray:
-        """One softmax over the dictionary and the tokens ``own`` of the unfinished chunk."""
+        """One softmax over the dictionary and the exact tokens ``own``."""
         logits = [beta * query @ self.read(s.key) + log(len(s.members)) for s in self.slots]
         logits += [beta * query @ self.keys[j] for j in own]
         values = [s.value for s in self.slots] + [self.values[j] for j in own]
@@ -58,13 +60,13 @@ class Run:
         """How well a key is served already; the smallest scores seed."""
         if self.config.seeding == "random":
             return float(self.random[token])
-        known = [self.read(s.key) for s in self.slots]
+        known = [self.compared(s.key) for s in self.slots]
         if self.config.seeding == "novel":
             known += [self.keys[j] for j in range(start, token)]
         return max((rounded(self.keys[token] @ key) for key in known), default=-np.inf)
 
     def absorb(self, start: int) -> dict[int, int]:
-        """Update with the full chunk at ``start``; the slot of each of its tokens."""
+        """Update with the chunk at ``start``; the slot of each of its tokens."""
         chunk = range(start, start + self.config.chunk_size)
         num_new = self.num_active(chunk.stop) - len(self.slots)
         by_score = sorted(chunk, key=lambda i: (self.seed_score(i, start), i))
@@ -72,7 +74,7 @@ class Run:
         num_old = len(self.slots)
         joined = {token: num_old + new for new, token in enumerate(seeds)}
         self.slots += [Slot(self.keys[i], self.values[i]) for i in seeds]
-        centroids = [self.read(s.key) for s in self.slots]
+        centroids = [self.compared(s.key) for s in self.slots]
         for token in chunk:
             if token not in joined:
                 products = [rounded(self.keys[token] @ c) for c in centroids]
@@ -94,6 +96,11 @@ class Run:
             slot.value = slot.value + self.config.step * (self.values[new].mean(0) - slot.value)
 
 
+def unit(key: np.ndarray) -> np.ndarray:
+    """The key scaled to unit norm."""
+    return key / max(float(np.sqrt((key**2).sum())), 1e-6)
+
+
 def rounded(product: float) -> float:
     """The product on the grid of 2^-16."""
     return float(np.round(product * 2.0**16) / 2.0**16)
@@ -113,13 +120,13 @@ def ovq_by_members(q, k, v, beta, random, config: DictionaryConfig):
     Returns:
         Output ``[T, J, V]``, the final slots, and the slot of each token (-1: not absorbed).
     """
-    head, C = Run(config, k, v, random), config.chunk_size
+    head, C, W = Run(config, k, v, random), config.chunk_size, config.window_size
     o, joined = np.zeros((*q.shape[:2], v.shape[-1])), np.full(len(k), -1)
     for i in range(len(k)):
         start = i // C * C
         for h in range(q.shape[1]):
-            o[i, h] = head.attend(q[i, h], float(beta[h]), range(start, i + 1))
-        if i + 1 == start + C:
-            for token, slot in head.absorb(start).items():
+            o[i, h] = head.attend(q[i, h], float(beta[h]), range(max(0, start - W), i + 1))
+        if i + 1 == start + C and start >= W:
+            for token, slot in head.absorb(start - W).items():
                 joined[token] = slot
     return o, head.slots, joined

@@ -30,6 +30,8 @@ VARIANTS = [
     {"growth": "immediate", "seeding": "novel"},
     {"seeding": "random", "seed": -3},
     {"seeding": "novel", "centroid": "unit"},
+    {"window_chunks": 1},
+    {"window_chunks": 3, "seeding": "novel", "centroid": "direction"},
 ]
 
 
@@ -38,6 +40,14 @@ def draw(B, T, H, G, K, V, *, dtype=torch.float32, key_norm=1.0, beta=4.0):
     q, k = (torch.nn.functional.normalize(torch.randn(B, T, n, K), dim=-1) for n in (H, G))
     tensors = (q, key_norm * k, torch.randn(B, T, G, V), torch.full((H,), beta))
     return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+def make_config(num_centroids: int, chunk_size: int, *, window_chunks: int = 0, **fields):
+    """A dictionary; the window in chunks."""
+    window_size = window_chunks * chunk_size
+    return DictionaryConfig(
+        num_centroids=num_centroids, chunk_size=chunk_size, window_size=window_size, **fields
+    )
 
 
 def call(inputs, config: DictionaryConfig, state: OVQState | None = None, **options):
@@ -66,22 +76,28 @@ def all_sizes_and_variants() -> None:
     for index, (*sizes, N, C) in enumerate(SIZES):
         for dtype in (torch.float32, torch.bfloat16):
             torch.set_num_threads(1 + index % 2)
-            config = DictionaryConfig(
-                num_centroids=N, chunk_size=C, **VARIANTS[index % len(VARIANTS)]
-            )
+            config = make_config(N, C, **VARIANTS[index % len(VARIANTS)])
             inputs = draw(*sizes, dtype=dtype)
             state, slots = call(inputs, config)
             call(inputs, config, slots=slots)
             state, _ = call(inputs, config, state)
             decode(inputs, config, state, steps=9)
     for variant in VARIANTS:
+        config, state = make_config(6, 4, **variant), None
         for T in (0, 1, 3, 4, 5, 17):
-            call(draw(2, T, 4, 2, 5, 3), DictionaryConfig(num_centroids=6, chunk_size=4, **variant))
+            call(draw(2, T, 4, 2, 5, 3), config)
+            state, _ = call(draw(2, T, 4, 2, 5, 3), config, state)
+            decode(draw(2, 5, 4, 2, 5, 3), config, state, steps=5)
 
 
 def packed_and_empty() -> None:
     """Empty sequences at either end and between, no row, a state at unlike phases."""
-    config = DictionaryConfig(num_centroids=6, chunk_size=5)
+    for window_chunks in (0, 2):
+        packed_with(make_config(6, 5, window_chunks=window_chunks))
+
+
+def packed_with(config: DictionaryConfig) -> None:
+    """The same of one dictionary."""
     lengths = (0, 7, 1, 0, 10, 13, 0)
     ends = torch.tensor([0, *lengths]).cumsum(0)
     state = None
@@ -99,7 +115,7 @@ def packed_and_empty() -> None:
 
 def extreme_values() -> None:
     """Keys of norm 0 and 1e4, beta 0 and 1e3, identical keys."""
-    for centroid in ("mean", "unit"):
+    for centroid in ("mean", "unit", "direction"):
         config = DictionaryConfig(num_centroids=12, chunk_size=16, centroid=centroid)
         for key_norm in (0.0, 1e4):
             for beta in (0.0, 1e3, -1e3):

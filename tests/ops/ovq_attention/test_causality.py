@@ -63,9 +63,10 @@ def test_large_later_tokens_change_nothing(impl, variant, position):
     assert torch.equal(slots_large.tokens[:, :done], slots.tokens[:, :done])
 
 
+@pytest.mark.parametrize("window_chunks", [0, 2])
 @by_implementation
-def test_every_part_of_a_state_reaches_every_later_output(impl):
-    config = make_config(5, C)
+def test_every_part_of_a_state_reaches_every_later_output(impl, window_chunks):
+    config = make_config(5, C, window_chunks=window_chunks)
     state, leaves = state_leaves(phased_state(config, (4 * C + 2, 3)))
     o, _, _ = run(make_inputs(2, 2 * C + 1), config, impl, state)
     for position in range(2 * C + 1):

@@ -29,6 +29,7 @@ pytestmark = [
 
 C = 4
 CONFIG = make_config(5, C)
+WINDOWED = make_config(5, C, window_chunks=2, centroid="direction")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,12 @@ def fresh_compiler():
 def attend(q, k, v, beta, state):
     """A little of a model around the operator."""
     o, after = ovq_attention(2 * q, k, v, beta.exp(), state, dictionary=CONFIG, impl="torch")
+    return 3 * o, after
+
+
+def attend_with_a_window(q, k, v, beta, state):
+    """The same beside a window."""
+    o, after = ovq_attention(2 * q, k, v, beta.exp(), state, dictionary=WINDOWED, impl="torch")
     return 3 * o, after
 
 
@@ -66,10 +73,13 @@ def test_compiled_equals_eager(num_tokens):
     assert all(g.any() for g in grads_eager[1:3])
 
 
-def test_compiled_equals_eager_with_a_carried_state():
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    start, found = phased_state(CONFIG, (3, 3 * C + 2)), []
-    for function in (compiled, attend):
+@pytest.mark.parametrize(
+    ("eager", "config"), [(attend, CONFIG), (attend_with_a_window, WINDOWED)], ids=["0", "2 C"]
+)
+def test_compiled_equals_eager_with_a_carried_state(eager, config):
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    start, found = phased_state(config, (3, 3 * C + 2)), []
+    for function in (compiled, eager):
         leaves = make_inputs(2, 2 * C + 1).leaves()
         state, of_state = state_leaves(start)
         o, after = function(*leaves, state)

@@ -2,7 +2,8 @@
 
 import logging
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from ovq import OVQState
 from ovq.ops.ovq_attention import api
 from ovq.ops.ovq_attention.cpu import build, kernel
+from ovq.ops.ovq_attention.dictionary import Centroid
 
 from .cases import (
     VARIANTS,
@@ -28,6 +30,8 @@ from .cases import (
     run,
     state_bits,
     state_leaves,
+    uneven_vectors,
+    unit_vectors,
     zipf_vectors,
 )
 
@@ -55,17 +59,18 @@ def results(inputs: Inputs, config, impl: str, state=None, **options):
 
 
 def compare(
-    inputs: Inputs, config, state=None, dtype=torch.float32, *, tolerance=None, **options
+    inputs: Inputs, config, state=None, dtype=torch.float32, *, tolerance=None, fed=False, **options
 ) -> None:
     """The kernel against the reference in float64 on the same rounded numbers.
 
-    In bfloat16 on the slots of the reference: rounding may decide between near-equal centroids.
+    In bfloat16, and where ``fed``, on the slots of the reference: rounding may decide between
+    near-equal centroids.
     """
     inputs, state = inputs.to(dtype), in_dtype(state, torch.float32)
     slots, after, expected = results(
         inputs.to(torch.float64), config, "reference", in_dtype(state, torch.float64), **options
     )
-    if dtype == torch.bfloat16:
+    if fed or dtype == torch.bfloat16:
         options["slots"] = slots
     found_slots, found_after, found = results(inputs, config, "cpu", state, **options)
     for mine, reference in zip(found_slots, slots, strict=True):
@@ -127,9 +132,51 @@ def test_packed_sequences_equal_reference(variant, dtype):
         compare(make_inputs(1, sum(lengths)), config, start, dtype, cu_seqlens=ends)
 
 
+by_window = pytest.mark.parametrize("window_chunks", [0, 1, 2])
+by_comparison = pytest.mark.parametrize(
+    ("centroid", "seeding"), list(product(get_args(Centroid), ["spread", "novel"]))
+)
+
+
+@needs_kernel
+@by_window
+@by_comparison
+def test_gradients_through_split_calls_equal_those_of_one(window_chunks, centroid, seeding):
+    """From rows at unlike phases: what a later call sends to a tail must reach its tokens."""
+    config = make_config(12, 4, window_chunks=window_chunks, centroid=centroid, seeding=seeding)
+    start = phased_state(config, (0, 7, 26))
+    inputs = make_inputs(3, 27)
+    _, after, expected = results(inputs, config, "reference", start)
+    leaves = Inputs(*inputs.to(torch.float32).leaves())
+    state, of_state = state_leaves(in_dtype(start, torch.float32))
+    outputs = []
+    for first, stop in pairwise((0, 1, 6, 18, 27)):
+        o, state, _ = run(leaves.tokens(first, stop), config, "cpu", state)
+        outputs.append(o)
+    assert_states_near(state.map(lambda x: x.detach()), in_dtype(after, torch.float32), 1e-6)
+    found = real_tensors(torch.cat(outputs, dim=1), state)
+    found = [x.detach() for x in found] + gradients(found, [*leaves, *of_state])
+    assert_all_near(found, expected, TOLERANCE[torch.float32], "o, state, gradients:")
+
+
+@needs_kernel
+@by_window
+@by_comparison
+def test_long_sequences_of_keys_of_unlike_norms_equal_reference(window_chunks, centroid, seeding):
+    """Packed, from tails of unlike lengths; at unit norm alone where norms would be divided out."""
+    config = make_config(48, 32, window_chunks=window_chunks, centroid=centroid, seeding=seeding)
+    sizes = {"H": 4, "G": 2, "K": 16, "V": 24}
+    keys = unit_vectors if centroid == "unit" else uneven_vectors
+    state = phased_state(config, (0, 140, 41), K=16, V=24, keys=keys)
+    inputs = make_inputs(1, 700, keys=keys, **sizes)
+    inputs = inputs._replace(beta=inputs.beta / 4.0)
+    ends = torch.tensor([0, 420, 421, 700])
+    compare(inputs, config, state, tolerance=1e-5, fed=True, cu_seqlens=ends)
+
+
 @needs_kernel
 @pytest.mark.parametrize("cuts", [range(1, 100), [1, 2, 31, 32, 33, 90]], ids=["decode", "parts"])
-@pytest.mark.parametrize("variant", ["paper", "unit"])
+@pytest.mark.parametrize("variant", ["paper", "unit", "window-novel", "direction"])
 def test_any_split_equals_one_call(variant, cuts):
     """Also token by token, from rows at unlike phases; the rows of few tokens take another path."""
     config = make_config(20, 32, **SERVED[variant])

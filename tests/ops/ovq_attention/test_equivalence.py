@@ -20,6 +20,7 @@ from .cases import (
     relative_error,
     run,
     state_leaves,
+    uneven_vectors,
     unit_vectors,
     zipf_vectors,
 )
@@ -69,12 +70,35 @@ def test_equals_reference_from_a_state_at_unlike_phases(impl, variant, num_token
     compare(inputs, config, impl, state)
 
 
-@pytest.mark.parametrize("num_centroids", [1, 2, 40])
+@pytest.mark.parametrize("num_tokens", [1, 2 * C, 3 * C + 1])
+@pytest.mark.parametrize("window_chunks", [1, 2, 3])
+@pytest.mark.parametrize("impl", FAST)
+def test_equals_reference_while_windows_fill(impl, window_chunks, num_tokens):
+    """Rows whose windows hold nothing, a part, all, and all of it with the most that can wait."""
+    config = make_config(5, C, window_chunks=window_chunks)
+    most = 5 * C + config.tail_size - 1
+    state = phased_state(config, (0, C, 2 * C - 1, config.window_size, most), keys=zipf_vectors)
+    assert int(state.tail_length.max()) == config.tail_size - 1
+    compare(make_inputs(5, num_tokens, seed=num_tokens, keys=zipf_vectors), config, impl, state)
+
+
+@pytest.mark.parametrize("variant", ["direction", "window-random-direction", "window-novel"])
+@pytest.mark.parametrize("impl", FAST)
+def test_equals_reference_for_keys_of_unlike_norms(impl, variant):
+    config = make_config(5, C, **VARIANTS[variant])
+    state = phased_state(config, (3, 4 * C + 1), keys=uneven_vectors)
+    compare(make_inputs(2, 5 * C + 2, keys=uneven_vectors), config, impl, state)
+
+
+@pytest.mark.parametrize(
+    ("num_centroids", "window_chunks"), [(1, 0), (2, 0), (40, 0), (2, 2)], ids=str
+)
 @pytest.mark.parametrize("chunk_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("impl", FAST)
-def test_equals_reference_at_other_sizes(impl, chunk_size, num_centroids):
+def test_equals_reference_at_other_sizes(impl, chunk_size, num_centroids, window_chunks):
     """Chunks of one token, chunks longer than the sequence, one slot, slots never all filled."""
-    compare(make_inputs(1, 35), make_config(num_centroids, chunk_size), impl)
+    config = make_config(num_centroids, chunk_size, window_chunks=window_chunks)
+    compare(make_inputs(1, 35), config, impl)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +116,15 @@ def test_equals_reference_for_other_heads(impl, sizes):
     compare(make_inputs(2, 29, **sizes), make_config(5, C), impl)
 
 
+@pytest.mark.parametrize("window_chunks", [0, 1, 2])
 @pytest.mark.parametrize("impl", FAST)
-def test_equals_reference_on_packed_sequences(impl):
-    config, ends = make_config(5, C), torch.tensor([0, 0, 9, 9, 22, 23])
-    state = phased_state(config, (3, 0, C, 2 * C + 5, 7))
-    compare(make_inputs(1, 23), config, impl, cu_seqlens=ends)
-    compare(make_inputs(1, 23), config, impl, state, cu_seqlens=ends)
+def test_equals_reference_on_packed_sequences(impl, window_chunks):
+    config = make_config(5, C, window_chunks=window_chunks)
+    ends = torch.tensor([0, 0, 9, 9, 4 * C + 9, 4 * C + 10])
+    state = phased_state(config, (3, 0, C, 2 * C + 5, 4 * C - 1))
+    inputs = make_inputs(1, 4 * C + 10)
+    compare(inputs, config, impl, cu_seqlens=ends)
+    compare(inputs, config, impl, state, cu_seqlens=ends)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -156,7 +183,7 @@ def lost_by_plain_attention(dtype: torch.dtype) -> float:
     )
 
 
-@pytest.mark.parametrize("variant", ["paper", "constant", "unit"])
+@pytest.mark.parametrize("variant", ["paper", "constant", "unit", "window", "direction"])
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_low_precision_loses_what_plain_attention_loses(impl, dtype, variant):

@@ -7,12 +7,23 @@ import torch
 
 from ovq import DictionaryConfig, OVQState, ovq_attention
 
-from .cases import IMPLEMENTATIONS, assert_bits_equal, make_config, make_inputs, run, state_bits
+from .cases import (
+    IMPLEMENTATIONS,
+    assert_bits_equal,
+    make_config,
+    make_inputs,
+    needs_kernel,
+    run,
+    state_bits,
+)
 
 pytestmark = pytest.mark.plain
 
 CONFIG = make_config(6, 4)
 by_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+with_kernel = pytest.mark.parametrize(
+    "impl", [*IMPLEMENTATIONS, pytest.param("cpu", marks=needs_kernel)]
+)
 
 
 def call(impl: str, state=None, dictionary=CONFIG, cu_seqlens=None, **changed):
@@ -83,6 +94,67 @@ def test_beta_must_be_finite(impl, value):
         call(impl, beta=beta)
     with pytest.raises(ValueError, match=r"beta must"):
         call(impl, beta=torch.ones(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("number", [1e300, -1e39, 10**400])
+@with_kernel
+def test_beta_must_be_finite_in_the_dtype_of_the_softmax(impl, number):
+    single = make_inputs(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"beta must be finite in torch.float32, got -?1"):
+        call(impl, **single._asdict() | {"beta": number})
+    if abs(number) < 1e308:
+        double = torch.full((4,), number, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"beta must be finite in torch.float32"):
+            call(impl, **single._asdict() | {"beta": double})
+        assert call("torch", beta=number / 1e290)[0].isfinite().all()
+
+
+WRONG_TYPES = [
+    *((name, value) for name in "qkv" for value in (None, [[1.0]], "q", 3)),
+    *(("beta", value) for value in ("8", None, [8.0], True, 1j)),
+    *(("state", value) for value in ({}, "state", 0, torch.ones(3))),
+    *(("cu_seqlens", value) for value in ([0, 13], (0, 13), 13, "0 13")),
+    *(("dictionary", value) for value in (None, {}, "paper")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_TYPES, ids=str)
+@by_implementation
+def test_types(impl, name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be "):
+        call(impl, **{name: value})
+
+
+BROKEN_PARTS = [
+    ("num_active", torch.tensor([-1, 3])),
+    ("num_active", torch.tensor([3, 7])),
+    ("num_active", torch.tensor(3)),
+    ("num_absorbed", torch.tensor([4, -4])),
+    ("num_absorbed", torch.tensor([4])),
+    ("tail_length", torch.tensor([2, -1])),
+    ("tail_length", torch.tensor([4, 2])),
+    ("tail_length", torch.tensor([2])),
+    ("tail_length", torch.tensor([2, 2], dtype=torch.int32)),
+    ("tail_keys", torch.ones(2, 3, 2, 5)),
+    ("tail_values", torch.ones(2, 4, 2, 2)),
+    ("key_means", torch.ones(2, 2, 5, 5)),
+    ("value_means", torch.ones(2, 2, 5, 3)),
+    ("value_means", torch.ones(2, 2, 6, 3, dtype=torch.bfloat16)),
+    ("counts", torch.ones(2, 2, 5, dtype=torch.int64)),
+    ("counts", torch.ones(2, 2, 6, dtype=torch.int32)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BROKEN_PARTS, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 13])
+@with_kernel
+def test_a_state_made_by_hand(impl, num_tokens, name, value):
+    """Its numbers say where in memory the rest lies."""
+    inputs = make_inputs(T=13, dtype=torch.float32)
+    state = run(inputs.tokens(0, 6), CONFIG, "reference")[1]
+    broken = replace(state, **{name: value})
+    with pytest.raises(ValueError, match=rf"^state must have {name} (of|within) .*, got "):
+        run(inputs.tokens(0, num_tokens), CONFIG, impl, broken)
 
 
 @pytest.mark.parametrize(

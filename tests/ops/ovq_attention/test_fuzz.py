@@ -39,7 +39,7 @@ from .cases import (
     zipf_vectors,
 )
 
-SERVED = sorted(name for name, fields in VARIANTS.items() if fields.get("rate") != "constant")
+SEEDED_AND_GROWN = ("paper", "linear", "immediate", "random", "novel")
 MODERATE = 100.0  # the largest |beta| |q| |k| at which results are compared
 
 
@@ -71,6 +71,8 @@ class Case:
     num_centroids: int = 6
     chunk_size: int = 4
     variant: str = "paper"
+    centroid: str = "mean"
+    window_chunks: int = 0
     keys: str = "unit"
     key_norms: tuple[float, ...] = (1.0,)
     query_norm: float = 1.0
@@ -81,7 +83,9 @@ class Case:
     @property
     def config(self) -> DictionaryConfig:
         """Its dictionary."""
-        return make_config(self.num_centroids, self.chunk_size, **VARIANTS[self.variant])
+        fields = {"centroid": self.centroid, "window_chunks": self.window_chunks}
+        fields |= VARIANTS[self.variant]
+        return make_config(self.num_centroids, self.chunk_size, **fields)
 
     @property
     def ends(self) -> Tensor:
@@ -128,8 +132,8 @@ def cases(draw, *, beyond: bool = False) -> Case:
         1 if packed else num_rows
     )
     G, J = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
-    variant = draw(st.sampled_from(SERVED))
-    unit = not beyond and "unit" in variant
+    centroid = draw(st.sampled_from(["mean", "unit", "direction"]))
+    unit = not beyond and centroid == "unit"
     norms = st.sampled_from([0.0, 1e-2, 1.0, 1e4])
     key_norms = [1.0] if unit else draw(st.lists(norms, min_size=1, max_size=3))
     query_norm = draw(st.sampled_from([0.0, 1e-3, 1.0, 1e4] if beyond else [0.0, 1e-3, 1.0, 30.0]))
@@ -153,7 +157,9 @@ def cases(draw, *, beyond: bool = False) -> Case:
         ),
         num_centroids=draw(st.sampled_from([1, 2, 7, 24, 100])),
         chunk_size=C,
-        variant=variant,
+        variant=draw(st.sampled_from(SEEDED_AND_GROWN)),
+        centroid=centroid,
+        window_chunks=draw(st.integers(0, 2)),
         keys=draw(st.sampled_from(sorted(KEYS))),
         key_norms=tuple(key_norms),
         query_norm=query_norm,
@@ -165,8 +171,9 @@ def cases(draw, *, beyond: bool = False) -> Case:
 
 def calls_of(case: Case, slots: Slots | None) -> Iterator[tuple[Tensor, Slots | None]]:
     """Of each call, the places of its tokens in the one row, and the slots it is to use."""
-    num_rows, C = len(case.edges), case.chunk_size
-    past = [n % C for n in case.past or (0,) * num_rows]
+    num_rows, config = len(case.edges), case.config
+    seen = case.past or (0,) * num_rows
+    past = [n - config.num_absorbed_after(n) for n in seen]  # of these, in the first tail
     for start, stop in pairwise(zip(*case.edges, strict=True)):
         begins = case.ends[:-1].tolist()
         spans = [torch.arange(b + i, b + j) for b, i, j in zip(begins, start, stop, strict=True)]
@@ -174,10 +181,11 @@ def calls_of(case: Case, slots: Slots | None) -> Iterator[tuple[Tensor, Slots | 
         if slots is None:
             yield places, None
             continue
-        tail = torch.full((num_rows, C, slots.tokens.shape[2]), -1)
+        tail = torch.full((num_rows, config.tail_size, slots.tokens.shape[2]), -1)
         for row, begin in enumerate(begins):
             so_far = [slots.tail[row, : past[row]], slots.tokens[0, begin : begin + start[row]]]
-            waiting = (past[row] + start[row]) % C
+            num_tokens = seen[row] + start[row]
+            waiting = num_tokens - config.num_absorbed_after(num_tokens)
             tail[row, :waiting] = torch.cat(so_far)[past[row] + start[row] - waiting :]
         yield places, Slots(tail, slots.tokens[:, places])
 
@@ -322,10 +330,14 @@ LONG: Sequence[Case] = (
         key_norms=(0.0, 1.0, 1e4), beta=1e-2, dtype=torch.bfloat16,
     ),
     Case(edges=((0, 1999, 2000),), keys="identical", num_centroids=300, chunk_size=100, beta=50.0),
+    Case(
+        edges=((0, 950, 2100),), past=(200,), keys="zipf", num_centroids=100, chunk_size=48,
+        window_chunks=2, centroid="direction", key_norms=(0.5, 2.0), beta=5.0,
+    ),
 )  # fmt: skip
 
 
 @by_implementation
-@pytest.mark.parametrize("case", LONG, ids=["zipf", "packed", "identical"])
+@pytest.mark.parametrize("case", LONG, ids=["zipf", "packed", "identical", "window"])
 def test_thousands_of_tokens(impl, case):
     compare(case, impl)

@@ -24,13 +24,19 @@ by_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize("past", [0, 2, 3 * C + 1])
-@pytest.mark.parametrize("variant", ["paper", "unit", "constant", "constant-unit-linear"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "paper", "unit", "constant", "constant-unit-linear", "window-unit", "window-novel",
+        "window-random-direction",
+    ],
+)  # fmt: skip
 @by_implementation
 def test_finite_differences(impl, variant, past):
     """Of output and returned state, to q, k, v, beta and what the state holds; slots are fed."""
     config = make_config(4, C, **VARIANTS[variant])
     sizes = {"H": 2, "G": 1, "K": 2, "V": 2}
-    state, inputs = phased_state(config, (past,), **sizes), make_inputs(1, 2 * C + 1, **sizes)
+    state, inputs = phased_state(config, (past,), **sizes), make_inputs(1, 3 * C + 1, **sizes)
     slots = run(inputs, config, impl, state)[2]
     n, waiting = int(state.num_active), int(state.tail_length)
     sizes_held = {"key_means": n, "value_means": n, "tail_keys": waiting, "tail_values": waiting}
@@ -124,7 +130,7 @@ def test_training_steps_with_a_carried_state(impl):
     assert loss_from(None)[0].item() < before
 
 
-@pytest.mark.parametrize("variant", ["paper", "random", "novel-unit"])
+@pytest.mark.parametrize("variant", ["paper", "random", "novel-unit", "window-novel"])
 def test_backward_keeps_no_dictionary_per_chunk(variant):
     """Bytes kept for the backward grow by the tokens' own size and a few numbers, no more."""
     config = make_config(64, 8, **{**VARIANTS[variant], "growth": "immediate"})

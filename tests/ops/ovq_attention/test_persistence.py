@@ -1,5 +1,6 @@
 """States on disk: back bit for bit, and never half of one."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -21,10 +22,10 @@ from .cases import (
 safetensors = pytest.importorskip("safetensors.torch")
 
 
-@pytest.fixture
-def state() -> OVQState:
+@pytest.fixture(params=["constant-unit-linear", "window-random-direction"])
+def state(request) -> OVQState:
     """Rows at unlike phases, one of them without a past."""
-    return phased_state(make_config(**VARIANTS["constant-unit-linear"]), (0, 3, 18))
+    return phased_state(make_config(**VARIANTS[request.param]), (0, 3, 18))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -73,6 +74,25 @@ def test_an_interrupted_write_leaves_the_old_file(state, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         state.select_rows(torch.tensor([2])).save(path)
     assert_bits_equal(state_bits(OVQState.load(path)), state_bits(state))
+
+
+def test_a_path_that_cannot_be_written_is_named(state, tmp_path):
+    missing = tmp_path / "nowhere/state.safetensors"
+    with pytest.raises(ValueError, match=f"path must lie in an existing folder, got {missing}"):
+        state.save(missing)
+    with pytest.raises(ValueError, match=f"path must be a file, got the folder {tmp_path}"):
+        state.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        OVQState.load(missing)
+
+
+def test_without_safetensors_the_error_says_what_to_install(state, tmp_path, monkeypatch):
+    state.save(tmp_path / "state")
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (state.save, OVQState.load):
+        with pytest.raises(ImportError, match=r"safetensors: pip install 'ovq\[models\]'"):
+            call(tmp_path / "state")
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 100, -1])

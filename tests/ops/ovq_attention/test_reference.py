@@ -15,6 +15,7 @@ from .cases import (
     make_config,
     make_inputs,
     run,
+    uneven_vectors,
     unit_vectors,
     zipf_vectors,
 )
@@ -154,7 +155,7 @@ def test_constant_rate_by_hand(impl):
     assert state.counts.item() == 4
 
 
-@pytest.mark.parametrize("keys", [unit_vectors, zipf_vectors])
+@pytest.mark.parametrize("keys", [unit_vectors, zipf_vectors, uneven_vectors])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reference_equals_lists_of_members(variant, keys):
     config = make_config(7, 5, **VARIANTS[variant])
@@ -180,20 +181,78 @@ def test_reference_equals_lists_of_members(variant, keys):
             assert_near(state.value_means[0, g, m], torch.from_numpy(slot.value), 1e-13, "value")
 
 
+def full_attention(q, k, v, beta) -> torch.Tensor:
+    """Causal softmax attention, every key exact."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    logits = beta[:, None, None] * torch.einsum("bihk,bjhk->bhij", q, k)
+    later = torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
+    weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+    return torch.einsum("bhij,bjhv->bihv", weights, v)
+
+
+@pytest.mark.parametrize("window_chunks", [0, 1, 3])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("keys", [unit_vectors, zipf_vectors])
+@pytest.mark.parametrize("keys", [unit_vectors, zipf_vectors, uneven_vectors])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_immediate_growth_is_full_attention(impl, keys, num_kv_heads):
+def test_immediate_growth_is_full_attention(impl, keys, num_kv_heads, window_chunks):
     """A slot for every token: duplicates too, since each key of a chunk seeds."""
     inputs = make_inputs(2, 23, G=num_kv_heads, keys=keys)
-    q, k, v, beta = inputs
-    o, state = ovq_attention(*inputs, dictionary=make_config(23, 4, growth="immediate"), impl=impl)
-    k, v = (x.repeat_interleave(4 // num_kv_heads, dim=2) for x in (k, v))
-    logits = beta[:, None, None] * torch.einsum("bihk,bjhk->bhij", q, k)
-    later = torch.ones(23, 23).triu(1).bool()
-    weights = logits.masked_fill(later, -torch.inf).softmax(-1)
-    assert_near(o, torch.einsum("bhij,bjhv->bihv", weights, v), 1e-13)
-    assert state.num_active.tolist() == [20, 20]
+    config = make_config(23, 4, growth="immediate", window_chunks=window_chunks)
+    o, state = ovq_attention(*inputs, dictionary=config, impl=impl)
+    assert_near(o, full_attention(*inputs), 1e-13)
+    assert state.num_active.tolist() == [20 - 4 * window_chunks] * 2
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_window_as_long_as_the_sequence_is_full_attention_without_a_slot(impl):
+    """The chunk that would be absorbed first leaves with the token after ``W + C - 1``."""
+    config, inputs = make_config(2, 4, window_chunks=5), make_inputs(2, 23)
+    o, state, slots = run(inputs, config, impl)
+    assert_near(o, full_attention(*inputs), 1e-13)
+    assert not state.counts.any()
+    assert not state.num_active.any()
+    assert (slots.tokens == -1).all()
+    _, state, slots = run(make_inputs(2, 1, seed=5), config, impl, state)
+    assert state.num_absorbed.tolist() == state.counts.sum(-1)[:, 0].tolist() == [4, 4]
+    assert (slots.tail[:, :4] >= 0).all()
+    assert (slots.tail[:, 4:] == -1).all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_window_by_hand(impl):
+    """N = 5, C = W = 2, beta = log 2, growth 1, 2: chunk 1 is absorbed once chunk 2 is full.
+
+    Tokens 0 to 3 see no slot: o_3, q = 0: the mean of 6, 2, 7, -2. After token 3, t' = 2: (1, 0)
+    seeds slot 0, (0, 1) joins it: D_k[0] = (1/2, 1/2), D_v[0] = 4, c = 2.
+    o_4, q = (2, 0): 2 * 2^1 on 4, 2^2 on 7, 2^-2 on -2, itself 2^2 on 1: 47.5 / 12.25.
+    After token 5, t' = 4: 20/9 -> 2 slots; (1, 1) has 1, (-1, 1) has 0 and seeds slot 1.
+    o_6, q = 0: 3 on 5, 1 on -2, and the window 1, 4, then itself 3: 21 / 7.
+    """
+    q = points((0, 0), (0, 0), (0, 0), (0, 0), (2, 0), (0, 0), (0, 0))
+    k = points((1, 0), (0, 1), (1, 1), (-1, 1), (1, 5), (-1, -1), (1, 1))
+    config = make_config(5, 2, window_chunks=1)
+    o, state, slots = run((q, k, column(6, 2, 7, -2, 1, 4, 3), LOG_2), config, impl)
+    assert_near(o, column(6, 4, 5, 13 / 4, 47.5 / 12.25, 18 / 6, 21 / 7), 1e-14)
+    assert slots.tokens.flatten().tolist() == [0, 0, 0, 1, -1, -1, -1]
+    assert state.counts.tolist() == [[[3, 1, 0, 0, 0]]]
+    assert [int(x) for x in (state.num_active, state.num_absorbed, state.tail_length)] == [2, 4, 3]
+    assert state.tail_values.flatten().tolist() == [1, 4, 3, 0]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_directions_by_hand(impl):
+    """C = 2, growth 1, 2, 2 slots. Chunk 1: (4, 0), (4, 0) in slot 0. Chunk 2: (0, 1) has 0 and
+    seeds slot 1; (4, 0) has 4 and joins slot 0. Chunk 3: (1, 2) has 1 with slot 0's direction and 2
+    with slot 1's, so slot 1 (by the means 4 and 2: slot 0), and so has (2, 3).
+    The query (1, 0) of token 2 has product 4 with slot 0: the mean is read as it is."""
+    k = points((4, 0), (4, 0), (0, 1), (4, 0), (1, 2), (2, 3))
+    q = points(*[(1, 0)] * 6)
+    config = make_config(5, 2, centroid="direction")
+    o, state, slots = run((q, k, column(2, 4, 0, 6, 1, 1), LOG_2), config, impl)
+    assert slots.tokens.flatten().tolist() == [0, 0, 1, 0, 1, 1]
+    assert_near(o[0, 2], column(2 * 16 * 3 / (2 * 16 + 1))[0, 0], 1e-14)
+    means = torch.tensor([[4, 0], [1, 2]], dtype=torch.float64)
+    assert_near(state.key_means[0, 0, :2], means, 1e-14, "means stay unscaled")
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

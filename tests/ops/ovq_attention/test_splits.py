@@ -27,6 +27,7 @@ from .cases import (
 )
 
 C, T = 5, 33
+SEQUENTIAL = ["paper", "random", "constant", "novel-unit", "window-unit", "window-random-direction"]
 by_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 
@@ -62,18 +63,19 @@ def assert_split_changes_nothing(config, cuts, impl: str) -> None:
 @given(cuts=st.lists(st.integers(0, T), max_size=6), variant=st.sampled_from(sorted(VARIANTS)))
 @example(cuts=[0, 0, C, C, T], variant="paper")
 @example(cuts=[C - 1, C, C + 1, 2 * C], variant="random")
+@example(cuts=[C, 2 * C, 3 * C - 1, 5 * C], variant="window-novel")
 def test_any_split_equals_one_call(impl, cuts, variant):
     assert_split_changes_nothing(make_config(6, C, **VARIANTS[variant]), cuts, impl)
 
 
-@pytest.mark.parametrize("variant", ["paper", "random", "constant", "novel-unit"])
+@pytest.mark.parametrize("variant", SEQUENTIAL)
 @by_implementation
 def test_decoding_token_by_token_equals_one_call(impl, variant):
     assert_split_changes_nothing(make_config(6, C, **VARIANTS[variant]), range(1, T), impl)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3 * C + 2])
-@pytest.mark.parametrize("variant", ["paper", "constant"])
+@pytest.mark.parametrize("variant", ["paper", "constant", "window", "window-constant-direction"])
 @by_implementation
 def test_the_incoming_state_is_used_and_never_changed(impl, variant, num_tokens):
     config = make_config(6, C, **VARIANTS[variant])
@@ -125,11 +127,11 @@ def packed(sequences: list[Inputs]) -> tuple[Inputs, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ends_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("variant", ["paper", "random", "constant", "novel-unit"])
+@pytest.mark.parametrize("variant", SEQUENTIAL)
 @by_implementation
 def test_packed_sequences_equal_their_own_calls(impl, variant, ends_dtype):
     """Also with a state whose rows stand at unlike phases, and empty sequences at either end."""
-    config, lengths = make_config(6, C, **VARIANTS[variant]), (0, 7, 1, 0, 2 * C, 13, 0)
+    config, lengths = make_config(6, C, **VARIANTS[variant]), (0, 7, 1, 0, 2 * C, 4 * C + 3, 0)
     sequences = [make_inputs(1, n, seed=20 + i) for i, n in enumerate(lengths)]
     beta = sequences[0].beta
     sequences = [s._replace(beta=beta) for s in sequences]
@@ -160,8 +162,10 @@ def test_packed_sequences_equal_their_own_calls(impl, variant, ends_dtype):
 
 
 @by_implementation
-def test_rows_at_unlike_phases_decode_together(impl):
-    config, past = make_config(6, C), (0, 1, C - 1, C, 3 * C + 2)
+@pytest.mark.parametrize("window_chunks", [0, 2])
+def test_rows_at_unlike_phases_decode_together(impl, window_chunks):
+    config = make_config(6, C, window_chunks=window_chunks)
+    past = (0, 1, C - 1, C, 3 * C + 2)
     start, inputs = phased_state(config, past), make_inputs(5, 2 * C + 3, seed=30)
     o, after, _ = in_pieces(inputs, range(1, 2 * C + 3), config, impl, start)
     for row in range(5):

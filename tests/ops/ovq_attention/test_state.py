@@ -53,10 +53,10 @@ def test_means_and_counts_are_those_of_the_members(impl, variant, keys):
             assert (slots.tail[:, before:] == -1).all()
         joined[:, start : start + length] = slots.tokens
         start += length
-        absorbed = start // C * C
+        absorbed = max(0, start // C * C - config.window_size)
         assert state.num_absorbed.tolist() == [absorbed] * 2
         assert state.tail_length.tolist() == [start - absorbed] * 2
-        assert state.num_active.tolist() == [scheduled(absorbed, config)] * 2
+        assert state.num_active.tolist() == [scheduled(absorbed, config) if absorbed else 0] * 2
         assert (joined[:, :absorbed] >= 0).all()
         assert (joined[:, absorbed:start] == -1).all()
         for name, tokens in (("tail_keys", inputs.k), ("tail_values", inputs.v)):
@@ -135,20 +135,22 @@ def test_identical_keys_follow_the_tie_rules(impl):
     assert torch.equal(run(near, config, impl)[2].tokens, slots.tokens)  # below the grid
 
 
+@pytest.mark.parametrize("window_chunks", [0, 2])
 @by_implementation
-def test_size_in_bytes_is_what_the_tensors_hold_and_constant(impl):
-    config = make_config(6, C)
+def test_size_in_bytes_is_what_the_tensors_hold_and_constant(impl, window_chunks):
+    config = make_config(6, C, window_chunks=window_chunks)
     sizes, state = set(), None
     for num_tokens in (0, 1, C, 31):
         _, state, _ = run(make_inputs(3, num_tokens, dtype=torch.float32), config, impl, state)
         tensors = [getattr(state, name) for name in REAL_FIELDS + WHOLE_FIELDS]
         assert state.num_bytes == sum(t.numel() * t.element_size() for t in tensors)
         sizes.add(state.num_bytes)
-    real = 3 * 2 * (6 + C) * (5 + 3) * 4  # rows, heads, slots and tail places, K + V, float32
+    L = (window_chunks + 1) * C
+    real = 3 * 2 * (6 + L) * (5 + 3) * 4  # rows, heads, slots and tail places, K + V, float32
     assert sizes == {real + 3 * 2 * 6 * 8 + 3 * 3 * 8}
 
 
-@pytest.mark.parametrize("variant", ["paper", "random", "constant-unit-linear"])
+@pytest.mark.parametrize("variant", ["paper", "random", "constant-unit-linear", "window"])
 @by_implementation
 def test_the_same_call_twice_is_bitwise_the_same(impl, variant):
     config = make_config(6, C, **VARIANTS[variant])
@@ -186,7 +188,7 @@ def test_counts_stay_exact_and_means_accurate_after_a_long_stream(impl):
     """Past 2^24 tokens float32 cannot count: a slot of 2^25 members still counts each token."""
     config = make_config(1, C)
     _, state, _ = run(make_inputs(1, C, dtype=torch.float32), config, impl)
-    many = 2**25 + 1
+    many = 2**25 + 3  # odd, and a multiple of C
     state = state.map(lambda x: x if x.is_floating_point() else torch.where(x == C, many, x))
     assert state.counts.tolist() == [[[many], [many]]]
     inputs = make_inputs(1, 7 * C, dtype=torch.float32)

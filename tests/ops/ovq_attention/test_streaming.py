@@ -131,9 +131,10 @@ def test_counts_stay_exact_past_what_a_float_or_an_int_holds(impl, near):
 
 @by_implementation
 @pytest.mark.parametrize("near", [2**24, 2**40], ids=["2^24", "2^40"])
-def test_gradients_with_huge_counts_equal_reference(impl, near):
+@pytest.mark.parametrize("window_chunks", [0, 1])
+def test_gradients_with_huge_counts_equal_reference(impl, window_chunks, near):
     """The backward takes members out of slots that it counts and sums up: neither may round."""
-    config, C = make_config(4, 8), 8
+    config, C = make_config(4, 8, window_chunks=window_chunks), 8
     _, start, _ = run(make_inputs(2, 40 * C), config, "reference")
     start = with_counts(start, near)
     inputs = make_inputs(2, 5 * C + 3, seed=4).to(torch.float32)
@@ -149,10 +150,11 @@ def test_gradients_with_huge_counts_equal_reference(impl, near):
     assert_all_near(found[1], found[0], 1e-5, "o, gradients:")
 
 
+@pytest.mark.parametrize("window_chunks", [0, 2])
 @by_implementation
-def test_rows_join_leave_and_decode_on_at_their_own_phases(impl):
+def test_rows_join_leave_and_decode_on_at_their_own_phases(impl, window_chunks):
     """Prefilled apart, joined, decoded token by token, reordered with one dropped and one twice."""
-    config, C = make_config(12, 8), 8
+    config, C = make_config(12, 8, window_chunks=window_chunks), 8
     lengths = (0, 1, C - 1, C, 5 * C + 2)
     tokens = make_inputs(5, 5 * C + 2 + 4 * C, K=16, V=8, dtype=torch.float32)
     rows = [tokens.row(row) for row in range(5)]
@@ -184,7 +186,7 @@ def test_rows_join_leave_and_decode_on_at_their_own_phases(impl):
     assert_bits_equal(state_bits(joined), before)
 
 
-def kept_bytes(impl: str, num_tokens: int, num_centroids: int) -> int:
+def kept_bytes(impl: str, num_tokens: int, num_centroids: int, window_chunks: int) -> int:
     """Bytes of all storages that a forward keeps for its backward, which then runs."""
     storages = {}
 
@@ -192,7 +194,7 @@ def kept_bytes(impl: str, num_tokens: int, num_centroids: int) -> int:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    config = make_config(num_centroids, 8, growth="immediate")
+    config = make_config(num_centroids, 8, growth="immediate", window_chunks=window_chunks)
     inputs = make_inputs(1, num_tokens, H=2, G=1, K=16, V=16, dtype=torch.float32).leaves()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         o, state, _ = run(inputs, config, impl)
@@ -203,11 +205,12 @@ def kept_bytes(impl: str, num_tokens: int, num_centroids: int) -> int:
     return kept
 
 
+@pytest.mark.parametrize("window_chunks", [0, 2])
 @by_implementation
-def test_backward_keeps_a_few_numbers_a_token_and_one_dictionary(impl):
+def test_backward_keeps_a_few_numbers_a_token_and_one_dictionary(impl, window_chunks):
     per_token = {}
     for num_centroids in (32, 512):
-        short, long = (kept_bytes(impl, n, num_centroids) for n in (256, 1024))
+        short, long = (kept_bytes(impl, n, num_centroids, window_chunks) for n in (256, 1024))
         per_token[num_centroids] = (long - short) / (1024 - 256)
         assert short >= num_centroids * (16 + 16) * 4  # the hook sees the final dictionary
         assert short <= 3 * num_centroids * (16 + 16 + 2) * 4 + 256 * 400

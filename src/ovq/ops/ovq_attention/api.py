@@ -4,6 +4,8 @@ import logging
 import math
 from functools import cache
 from itertools import pairwise
+from numbers import Real
+from reprlib import repr as short
 from typing import Literal
 
 import torch
@@ -15,7 +17,13 @@ from ovq.ops.ovq_attention.chunk_grid import ChunkGrid
 from ovq.ops.ovq_attention.cpu import kernel
 from ovq.ops.ovq_attention.custom_op import make_custom_op
 from ovq.ops.ovq_attention.dictionary import DictionaryConfig
-from ovq.ops.ovq_attention.state import OVQState, Slots, working_dtype
+from ovq.ops.ovq_attention.state import (
+    OVQState,
+    Slots,
+    broken_bound,
+    broken_shape,
+    working_dtype,
+)
 
 Implementation = Literal["auto", "reference", "torch", "cpu"]
 IMPLEMENTATIONS = ("reference", "torch", "cpu")
@@ -48,6 +56,8 @@ def ovq_attention(
 
     A full chunk then joins the dictionary: the keys that are most novel open new slots, every other
     key joins the nearest slot, and ``D_k[m]``, ``D_v[m]`` are the means of the ``c[m]`` members.
+    With ``dictionary.window_size``, the ``W`` tokens before the chunk are read exactly too, and a
+    chunk joins the dictionary when it leaves that window.
     Cost is linear in ``T``; the state has constant size. Any split of a sequence into calls that
     carry the state gives the outputs of one call.
 
@@ -119,6 +129,8 @@ def ovq_attention_with_slots(
     if not isinstance(beta, Tensor):
         beta = torch.full((q.shape[2],), float(beta), dtype=working_dtype(q.dtype), device=q.device)
     impl = _choose(impl, q.dtype, q.device.type, dictionary.rate)
+    if impl != "cpu" and not torch.compiler.is_compiling():
+        _check_parts(state)  # the kernel looks at them itself, in less time
     inputs = (q, k, v, beta, state)
     if torch.is_autocast_enabled(q.device.type):  # it would cut the state's float32 short
         with torch.autocast(q.device.type, enabled=False):
@@ -143,9 +155,7 @@ def _run(
     if impl == "cpu":
         return kernel.forward_call(q, k, v, beta, state, cu_seqlens, slots)[:3]
     # A constant rate has no backward by undoing: plain autograd goes through the chunks.
-    grid = ChunkGrid.of(
-        q.shape[0], q.shape[1], state.tail_length, cu_seqlens, dictionary.chunk_size
-    )
+    grid = ChunkGrid.of(q.shape[0], q.shape[1], state.tail_length, cu_seqlens, dictionary)
     return chunked.forward(q, k, v, beta, state, grid, slots)[:3]
 
 
@@ -181,6 +191,8 @@ def _spans(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
 
 def _check_inputs(q, k, v, beta, dictionary, cu_seqlens) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {short(tensor)}")
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 axes [B, T, heads, dim], got {tuple(tensor.shape)}"
@@ -213,9 +225,12 @@ def _check_inputs(q, k, v, beta, dictionary, cu_seqlens) -> None:
 
 
 def _check_beta(beta: float | Tensor, q: Tensor) -> None:
+    dtype = working_dtype(q.dtype)
     if not isinstance(beta, Tensor):
-        if not math.isfinite(beta):
-            raise ValueError(f"beta must be finite, got {beta}")
+        if not isinstance(beta, Real) or isinstance(beta, bool):
+            raise ValueError(f"beta must be a number or a tensor, got {short(beta)}")
+        if not abs(beta) <= torch.finfo(dtype).max:
+            raise ValueError(f"beta must be finite in {dtype}, got {beta}")
         return
     if beta.shape != (q.shape[2],) or not beta.is_floating_point() or beta.device != q.device:
         raise ValueError(
@@ -223,13 +238,15 @@ def _check_beta(beta: float | Tensor, q: Tensor) -> None:
             f"{tuple(beta.shape)} {beta.dtype} on {beta.device}"
         )
     # The sum is finite only if all are, and costs a step of decoding less than a look at each.
-    if torch.compiler.is_compiling() or math.isfinite(beta.sum().item()):
+    if torch.compiler.is_compiling() or math.isfinite(beta.to(dtype).sum().item()):
         return
-    if not beta.isfinite().all():
-        raise ValueError(f"beta must be finite, got {beta.tolist()}")
+    if not beta.to(dtype).isfinite().all():
+        raise ValueError(f"beta must be finite in {dtype}, got {beta.tolist()}")
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be an integer tensor [S + 1], got {short(cu_seqlens)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTEGERS:
         raise ValueError(
             f"cu_seqlens must be an integer tensor [S + 1] with S >= 1, got {cu_seqlens.dtype} "
@@ -251,6 +268,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 def _check_state(
     state: OVQState, shape: tuple[int, int, int, int], q: Tensor, dictionary: DictionaryConfig
 ) -> None:
+    if not isinstance(state, OVQState):
+        raise ValueError(f"state must be an OVQState or None, got {short(state)}")
     if state.dictionary != dictionary:
         raise ValueError(
             f"state must be made with the dictionary of this call, {dictionary}, got one made with "
@@ -267,3 +286,10 @@ def _check_state(
             f"state must be in {dtype} on {device} for inputs in {q.dtype}, got "
             f"{state.key_means.dtype} on {state.key_means.device}"
         )
+
+
+def _check_parts(state: OVQState) -> None:
+    broken = broken_shape(state) or broken_bound(state)
+    if broken is not None:
+        rule, found = broken
+        raise ValueError(f"state must have {rule}, got {found}")

@@ -30,38 +30,46 @@ class Gradients(NamedTuple):
 
 
 def read_keys(keys: Float[Tensor, "*shape K"], config: DictionaryConfig) -> Tensor:
-    """The key centroids as prediction, scoring and assignment see them."""
-    if config.centroid == "mean":
-        return keys
+    """The key centroids as prediction sees them."""
+    return at_unit_norm(keys) if config.centroid == "unit" else keys
+
+
+def compared_keys(keys: Float[Tensor, "*shape K"], config: DictionaryConfig) -> Tensor:
+    """The key centroids as scoring and assignment see them."""
+    return keys if config.centroid == "mean" else at_unit_norm(keys)
+
+
+def at_unit_norm(keys: Float[Tensor, "*shape K"]) -> Tensor:
+    """``D / max(|D|, 1e-6)``."""
     return keys / keys.norm(dim=-1, keepdim=True).clamp_min(1e-6)
 
 
 def read_logits(
     scaled: Float[Tensor, "r G J w K"],
-    keys: Float[Tensor, "r G C K"],
-    visible: Bool[Tensor, "r w C"],
+    keys: Float[Tensor, "r G E K"],
+    visible: Bool[Tensor, "r w E"],
     centroids: Float[Tensor, "r G n K"],
     counts: Int[Tensor, "r G n"],
-) -> Float[Tensor, "r G Jw nC"]:
-    """Logits over the dictionary, then over the chunk; ``log 0`` masks the slots not in use."""
+) -> Float[Tensor, "r G Jw nE"]:
+    """Logits over the dictionary, then the exact keys; ``log 0`` masks the slots not in use."""
     rows = scaled.flatten(2, 3)
     over_dictionary = rows @ centroids.mT + counts.to(rows.dtype).log()[:, :, None]
-    over_chunk = (rows @ keys.mT).unflatten(2, scaled.shape[2:4])
-    over_chunk = over_chunk.masked_fill(~visible[:, None, None], -torch.inf).flatten(2, 3)
-    return torch.cat([over_dictionary, over_chunk], dim=-1)
+    over_exact = (rows @ keys.mT).unflatten(2, scaled.shape[2:4])
+    over_exact = over_exact.masked_fill(~visible[:, None, None], -torch.inf).flatten(2, 3)
+    return torch.cat([over_dictionary, over_exact], dim=-1)
 
 
 def read(
     queries: Float[Tensor, "r G J w K"],
     beta: Float[Tensor, "G J"],
-    keys: Float[Tensor, "r G C K"],
-    values: Float[Tensor, "r G C V"],
-    visible: Bool[Tensor, "r w C"],
+    keys: Float[Tensor, "r G E K"],
+    values: Float[Tensor, "r G E V"],
+    visible: Bool[Tensor, "r w E"],
     centroids: Float[Tensor, "r G n K"],
     value_means: Float[Tensor, "r G n V"],
     counts: Int[Tensor, "r G n"],
 ) -> tuple[Float[Tensor, "r G J w V"], Float[Tensor, "r G J w"]]:
-    """One softmax over the dictionary and the chunk's own keys; output and log-sum-exp."""
+    """One softmax over the dictionary and the exact keys; output and log-sum-exp."""
     logits = read_logits(queries * beta[:, :, None, None], keys, visible, centroids, counts)
     most = logits.amax(-1, keepdim=True)
     weights = (logits - most).exp()
@@ -82,11 +90,11 @@ def assign(
     random: Float[Tensor, "f G C"] | None,
     config: DictionaryConfig,
 ) -> Int[Tensor, "f G C"]:
-    """The slot of every token of a full chunk: a seed its own, every other key the nearest."""
+    """The slot of every token of a chunk: a seed its own, every other key the nearest."""
     to_old = on_grid(keys @ centroids.mT).masked_fill(counts[:, :, None] == 0, -torch.inf)
     if not num_new.any():
         return to_old.argmax(-1)
-    to_chunk = on_grid(keys @ read_keys(keys, config).mT)
+    to_chunk = on_grid(keys @ compared_keys(keys, config).mT)
     score = keys.new_full(keys.shape[:3], -torch.inf)
     if random is not None:
         score = random
@@ -176,7 +184,7 @@ def forward(
 ) -> tuple[Float[Tensor, "B T H V"], OVQState, Slots, Float[Tensor, "B T H"]]:
     """Outputs, the state after, the slots of all tokens, and the log-sum-exps of the softmax."""
     config, dtype, G = state.dictionary, working_dtype(q.dtype), k.shape[2]
-    before = state.tail_keys.shape[0] * config.chunk_size
+    before, C = grid.num_tail_places, config.chunk_size
     flat_q = flat_list(None, q, dtype)
     flat_k, flat_v = (
         flat_list(tail, new, dtype)
@@ -203,14 +211,14 @@ def forward(
         )  # fmt: skip
         flat_o[chunk.queries - before] = from_groups(o)
         flat_lse[chunk.queries - before] = from_groups(lse)
-        if len(chunk.full):
-            places = chunk.keys[chunk.full]
+        if len(chunk.leaving):
+            places = chunk.keys[chunk.leaving, :C]
             given = None if flat_fed is None else flat_fed[places].movedim(2, 1)
-            tokens = (keys[chunk.full], values[chunk.full])
-            state, slots = absorb(state, chunk.rows[chunk.full], *tokens, given)
+            tokens = (keys[chunk.leaving, :, :C], values[chunk.leaving, :, :C])
+            state, slots = absorb(state, chunk.rows[chunk.leaving], *tokens, given)
             flat_slots[places] = slots.movedim(1, 2)
     state = with_tail(state, grid, flat_k, flat_v)
-    joined = flat_slots[:before].view(-1, config.chunk_size, G), flat_slots[before:-1]
+    joined = flat_slots[:before].view(-1, grid.tail_size, G), flat_slots[before:-1]
     o, lse, slots = (
         flat.unflatten(0, q.shape[:2]) for flat in (flat_o[:-1], flat_lse[:-1], joined[1])
     )
@@ -224,7 +232,7 @@ def absorb(
     values: Float[Tensor, "f G C V"],
     fed: Int[Tensor, "f G C"] | None,
 ) -> tuple[OVQState, Int[Tensor, "f G C"]]:
-    """The state after a full chunk of the given rows, and the slots its tokens joined.
+    """The state once a chunk of the given rows is absorbed, and the slots its tokens joined.
 
     Without autograd the dictionary is written in place, so the state must be the caller's own.
     """
@@ -241,7 +249,7 @@ def absorb(
             offsets = torch.arange(-config.chunk_size, 0, device=n.device)
             random = random_scores(absorbed[:, None] + offsets, keys.shape[1], config.seed)
             random = random.movedim(2, 1).to(keys.dtype)
-        centroids = read_keys(state.key_means[rows, :, :width], config)
+        centroids = compared_keys(state.key_means[rows, :, :width], config)
         counts = state.counts[rows, :, :width]
         with torch.no_grad():
             slots = assign(keys, centroids, counts, n, n_after - n, random, config)
@@ -268,7 +276,7 @@ def absorb(
 
 
 def with_tail(state: OVQState, grid: ChunkGrid, flat_k: Tensor, flat_v: Tensor) -> OVQState:
-    """The state with the unfinished chunks of the call's end."""
+    """The state with the tokens that are not absorbed at the call's end."""
     places = grid.tail_places()
     tensors = state.tensors() | {
         "tail_keys": flat_k[places],
@@ -282,9 +290,9 @@ def read_backward(
     grad_o: Float[Tensor, "r G J w V"],
     queries: Float[Tensor, "r G J w K"],
     beta: Float[Tensor, "G J"],
-    keys: Float[Tensor, "r G C K"],
-    values: Float[Tensor, "r G C V"],
-    visible: Bool[Tensor, "r w C"],
+    keys: Float[Tensor, "r G E K"],
+    values: Float[Tensor, "r G E V"],
+    visible: Bool[Tensor, "r w E"],
     centroids: Float[Tensor, "r G n K"],
     value_means: Float[Tensor, "r G n V"],
     counts: Int[Tensor, "r G n"],
@@ -316,7 +324,7 @@ def read_keys_backward(
     grad: Float[Tensor, "*shape K"], keys: Float[Tensor, "*shape K"], config: DictionaryConfig
 ) -> Tensor:
     """The gradient of :func:`read_keys`."""
-    if config.centroid == "mean":
+    if config.centroid != "unit":
         return grad
     norm = keys.norm(dim=-1, keepdim=True)
     along = (grad * keys).sum(-1, keepdim=True) / norm.clamp_min(1e-6).square()
@@ -366,12 +374,12 @@ def backward(
 
     Args:
         grad_state: a state that holds gradients where ``after`` holds numbers.
-        tails: keys and values of the unfinished chunk that came in.
+        tails: keys and values of the tokens that came in unabsorbed.
         after: the state that the forward returned.
         lse: of the forward; not read here.
     """
     config, dtype, G = after.dictionary, working_dtype(q.dtype), k.shape[2]
-    before = tails[0].shape[0] * config.chunk_size
+    before, C = grid.num_tail_places, config.chunk_size
     flat_q, flat_grad_o = (flat_list(None, x, dtype) for x in (q, grad_o))
     flat_k, flat_v = flat_list(tails[0], k, dtype), flat_list(tails[1], v, dtype)
     flat_slots = flat_list(slots.tail, slots.tokens, torch.int64)
@@ -381,12 +389,13 @@ def backward(
     past = _Dictionaries(after, grad_state.key_means, grad_state.value_means)
     for chunk in grid.chunks(reverse=True):
         keys, values = (flat[chunk.keys].movedim(2, 1) for flat in (flat_k, flat_v))
-        if len(chunk.full):
-            rows, places = chunk.rows[chunk.full], chunk.keys[chunk.full]
+        if len(chunk.leaving):
+            rows, places = chunk.rows[chunk.leaving], chunk.keys[chunk.leaving, :C]
             joined = flat_slots[places].movedim(2, 1)
             for table, grads in ((past.grad_keys, grad_k), (past.grad_values, grad_v)):
+                # Their first gradient: no later chunk reads these tokens exactly.
                 grads[places] = gather_slots(table[rows], joined).movedim(1, 2)
-            past.undo(rows, joined, keys[chunk.full], values[chunk.full])
+            past.undo(rows, joined, keys[chunk.leaving, :, :C], values[chunk.leaving, :, :C])
         _read_chunk_backward(
             chunk, before, past, config, flat_q, flat_grad_o, keys, values,
             grouped, grad_q, grad_k, grad_v, grad_beta,

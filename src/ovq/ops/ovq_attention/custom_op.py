@@ -45,7 +45,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
         num_absorbed: Tensor, tail_keys: Tensor, tail_values: Tensor, tail_length: Tensor,
         fed_tail: Tensor | None, fed_tokens: Tensor | None, cu_seqlens: Tensor | None,
         num_centroids: int, chunk_size: int, growth: str, growth_length: int | None, seeding: str,
-        seed: int, centroid: str,
+        seed: int, centroid: str, window_size: int,
     ) -> tuple[
         Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
         Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
@@ -54,7 +54,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
         dictionary = DictionaryConfig(
             num_centroids=num_centroids, chunk_size=chunk_size, growth=cast(Growth, growth),
             growth_length=growth_length, seeding=cast(Seeding, seeding), seed=seed,
-            centroid=cast(Centroid, centroid),
+            centroid=cast(Centroid, centroid), window_size=window_size,
         )  # fmt: skip
         state = OVQState(
             key_means=key_means, value_means=value_means, counts=counts, num_active=num_active,
@@ -62,7 +62,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
             tail_length=tail_length, dictionary=dictionary,
         )  # fmt: skip
         fed = None if fed_tail is None or fed_tokens is None else Slots(fed_tail, fed_tokens)
-        grid = ChunkGrid.of(q.shape[0], q.shape[1], tail_length, cu_seqlens, chunk_size)
+        grid = ChunkGrid.of(q.shape[0], q.shape[1], tail_length, cu_seqlens, dictionary)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             o, after, slots, lse = forward(q, k, v, beta, state, grid, fed)
         taken = {t.untyped_storage().data_ptr() for t in state.tensors().values()}
@@ -86,12 +86,13 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, tail_keys: Tensor, tail_values: Tensor,
         tail_length: Tensor, key_means: Tensor, value_means: Tensor, counts: Tensor,
         slots_tail: Tensor, slots_tokens: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
-        num_centroids: int, chunk_size: int, centroid: str,
+        num_centroids: int, chunk_size: int, centroid: str, window_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of q, k, v, beta, key means, value means, tail keys and tail values."""
         dictionary = DictionaryConfig(
-            num_centroids=num_centroids, chunk_size=chunk_size, centroid=cast(Centroid, centroid)
-        )
+            num_centroids=num_centroids, chunk_size=chunk_size,
+            centroid=cast(Centroid, centroid), window_size=window_size,
+        )  # fmt: skip
         whole = {"counts": counts, "tail_length": tail_length}
         whole |= {"num_active": tail_length, "num_absorbed": tail_length}  # not read
         after = OVQState(
@@ -102,7 +103,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
             key_means=grad_key_means, value_means=grad_value_means, tail_keys=grad_tail_keys,
             tail_values=grad_tail_values, dictionary=dictionary, **whole,
         )  # fmt: skip
-        grid = ChunkGrid.of(q.shape[0], q.shape[1], tail_length, cu_seqlens, chunk_size)
+        grid = ChunkGrid.of(q.shape[0], q.shape[1], tail_length, cu_seqlens, dictionary)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             gradients = backward(
                 grad_o, grad_state, q, k, v, beta, (tail_keys, tail_values), after,
@@ -127,7 +128,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
             q, k, v, beta, tail_keys, tail_values, tail_length,
             key_means, value_means, counts, *output[9:12], inputs[14],
         )  # fmt: skip
-        ctx.options = inputs[15], inputs[16], inputs[21]
+        ctx.options = inputs[15], inputs[16], inputs[21], inputs[22]
         ctx.mark_non_differentiable(*output[3:6], *output[8:12])
 
     def gradients(ctx, *grads):
@@ -145,7 +146,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
             grad_o, *of_state, *saved, *ctx.options
         )
         of_inputs = (dq, dk, dv, dbeta, dkeys, dvalues, None, None, None, dtail_keys, dtail_values)
-        return (*of_inputs, *(None,) * 11)
+        return (*of_inputs, *(None,) * 12)
 
     operator.register_autograd(gradients, setup_context=setup_context)
 
@@ -157,6 +158,7 @@ def make_custom_op(name: str, forward: Callable, backward: Callable) -> Callable
         o, *tensors, tail, tokens, _ = operator(
             q, k, v, beta, *state.tensors().values(), *(fed or (None, None)), cu_seqlens,
             d.num_centroids, d.chunk_size, d.growth, d.growth_length, d.seeding, d.seed, d.centroid,
+            d.window_size,
         )  # fmt: skip
         named = dict(zip(state.tensors(), tensors, strict=True))
         return o, OVQState(dictionary=d, **named), Slots(tail, tokens)

@@ -10,7 +10,7 @@ from torch import Tensor
 Growth = Literal["saturating", "linear", "immediate"]
 Seeding = Literal["spread", "random", "novel"]
 Rate = Literal["mean", "constant"]
-Centroid = Literal["mean", "unit"]
+Centroid = Literal["mean", "unit", "direction"]
 
 # Products are compared after rounding to this grid: repeated keys make near-ties the normal case.
 GRID = 2.0**16
@@ -33,9 +33,13 @@ class DictionaryConfig:
         rate: ``mean`` keeps exact running means, ``constant`` moves a slot by ``step`` toward the
             mean of its new members.
         step: of the ``constant`` rate, in (0, 1].
-        centroid: ``mean`` reads the key centroids as they are, ``unit`` scaled to unit norm. With
-            ``unit``, keys are meant to have unit norm: where keys of norm near 0 or of very unlike
-            norms share a slot, gradients of ``torch`` and ``cpu`` are inaccurate.
+        centroid: ``mean`` reads the key centroids, and compares keys with them, as they are;
+            ``unit`` scaled to unit norm; ``direction`` reads them as they are and compares keys
+            with them at unit norm, for keys of any norm. With ``unit``, keys are meant to have unit
+            norm: where keys of norm near 0 or of very unlike norms share a slot, gradients of
+            ``torch`` and ``cpu`` are inaccurate.
+        window_size: tokens ``W`` before the present chunk that stay exact beside the dictionary, a
+            multiple of ``chunk_size``: a chunk is absorbed once ``W`` further tokens are in.
 
     Raises:
         ValueError: a field out of its range, or one that its variant needs and lacks.
@@ -53,6 +57,7 @@ class DictionaryConfig:
     rate: Rate = "mean"
     step: float = 0.1
     centroid: Centroid = "mean"
+    window_size: int = 0
 
     def __post_init__(self):
         whole = ["num_centroids", "chunk_size"]
@@ -66,12 +71,26 @@ class DictionaryConfig:
             value = getattr(self, name)
             if value not in get_args(choices):
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}")
-        if not isinstance(self.seed, int):
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.growth == "linear" and self.growth_length is None:
             raise ValueError("growth_length must be at least 1 with growth='linear', got None")
-        if not 0.0 < self.step <= 1.0:
+        if not isinstance(self.step, int | float) or not 0.0 < self.step <= 1.0:
             raise ValueError(f"step must lie in (0, 1], got {self.step!r}")
+        W, C = self.window_size, self.chunk_size
+        if not isinstance(W, int) or isinstance(W, bool) or W < 0 or W % C:
+            raise ValueError(
+                f"window_size must be 0 or a positive multiple of chunk_size {C}, got {W!r}"
+            )
+
+    @property
+    def tail_size(self) -> int:
+        """Places for tokens that are not absorbed, of the window and of a chunk: ``L = W + C``."""
+        return self.window_size + self.chunk_size
+
+    def num_absorbed_after(self, num_tokens: int) -> int:
+        """How many of a sequence's first ``num_tokens`` tokens are in the dictionary."""
+        return max(0, num_tokens // self.chunk_size * self.chunk_size - self.window_size)
 
     def num_active_after(self, num_active: int, num_absorbed: int) -> int:
         """Active slots ``n'`` once ``num_absorbed`` tokens are in, ``num_active`` before the chunk.

@@ -23,11 +23,19 @@ class HeadDictionary:
     counts: Int[Tensor, " n"]
 
 
-def read_keys(keys: Float[Tensor, "n K"], config: DictionaryConfig) -> Float[Tensor, "n K"]:
-    """The key centroids as prediction, scoring and assignment see them."""
-    if config.centroid == "mean":
-        return keys
+def at_unit_norm(keys: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
+    """``D / max(|D|, 1e-6)``."""
     return keys / keys.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+
+
+def read_keys(keys: Float[Tensor, "n K"], config: DictionaryConfig) -> Float[Tensor, "n K"]:
+    """The key centroids as prediction sees them."""
+    return at_unit_norm(keys) if config.centroid == "unit" else keys
+
+
+def compared_keys(keys: Float[Tensor, "n K"], config: DictionaryConfig) -> Float[Tensor, "n K"]:
+    """The key centroids as scoring and assignment see them."""
+    return keys if config.centroid == "mean" else at_unit_norm(keys)
 
 
 def predict(
@@ -67,7 +75,7 @@ def choose_seeds(
     if config.seeding == "random":
         score = random
     elif len(head.counts):
-        score = on_grid(keys @ read_keys(head.keys, config).mT).amax(-1)
+        score = on_grid(keys @ compared_keys(head.keys, config).mT).amax(-1)
     if config.seeding == "novel":
         earlier = torch.ones(len(keys), len(keys), device=keys.device).tril(-1).bool()
         to_earlier = on_grid(keys @ keys.mT).masked_fill(~earlier, -torch.inf).amax(-1)
@@ -83,7 +91,7 @@ def assign_to_centroids(
 ) -> Int[Tensor, " C"]:
     """The slot of each token: a seed its own, every other key the nearest, old or new."""
     centroids = torch.cat([head.keys, keys[seeds]])
-    slots = on_grid(keys @ read_keys(centroids, config).mT).argmax(-1)  # ties: the lower slot
+    slots = on_grid(keys @ compared_keys(centroids, config).mT).argmax(-1)  # ties: the lower slot
     slots[seeds] = torch.arange(len(head.counts), len(centroids), device=keys.device)
     return slots
 
@@ -125,26 +133,28 @@ def forward_head(
     fed: Int[Tensor, " P"] | None,
 ) -> tuple[Float[Tensor, "T J V"], HeadDictionary, Int[Tensor, " P"]]:
     """All chunks of one head: ``k`` and ``v`` begin with the tail, ``q`` with the call's tokens."""
-    C, P, tail = config.chunk_size, len(k), len(k) - len(q)
+    C, W, P, tail = config.chunk_size, config.window_size, len(k), len(k) - len(q)
     outputs = [v.new_zeros(0, q.shape[1], v.shape[-1])]
     slots = torch.full_like(k[:, 0], -1, dtype=torch.int64)
     for start in range(0, P, C):
-        stop = min(start + C, P)
-        keys, values = k[start:stop], v[start:stop]
+        stop, oldest = min(start + C, P), max(0, start - W)
         first = max(start, tail)
         queries = q[first - tail : max(first, stop) - tail].movedim(0, 1)
-        places = torch.arange(start, stop, device=k.device)
+        places = torch.arange(oldest, stop, device=k.device)
         visible = places <= torch.arange(first, max(first, stop), device=k.device)[:, None]
-        outputs.append(predict(queries, keys, values, beta, visible, head, config).movedim(1, 0))
-        if stop - start == C:
+        exact = (k[oldest:stop], v[oldest:stop])
+        outputs.append(predict(queries, *exact, beta, visible, head, config).movedim(1, 0))
+        if stop - start == C and start >= W:  # the oldest chunk leaves the window
             absorbed += C
+            leaving = slice(start - W, start - W + C)
+            keys, values = k[leaving], v[leaving]
             if fed is None:
                 num_new = config.num_active_after(len(head.counts), absorbed) - len(head.counts)
-                seeds = choose_seeds(keys, head, num_new, config, random[start:stop])
-                slots[start:stop] = assign_to_centroids(keys, head, seeds, config)
+                seeds = choose_seeds(keys, head, num_new, config, random[leaving])
+                slots[leaving] = assign_to_centroids(keys, head, seeds, config)
             else:
-                slots[start:stop] = fed[start:stop]
-            head = update(head, keys, values, slots[start:stop], config)
+                slots[leaving] = fed[leaving]
+            head = update(head, keys, values, slots[leaving], config)
     return torch.cat(outputs), head, slots
 
 
@@ -177,7 +187,7 @@ def forward(
         )
         positions = torch.arange(absorbed, absorbed + tail + stop - start, device=q.device)
         random = random_scores(positions, G, config.seed).to(dtype)
-        num_full = len(positions) // config.chunk_size * config.chunk_size
+        num_full = config.num_absorbed_after(absorbed + len(positions)) - absorbed
         for g in range(G):
             of_group = slice(g * J, (g + 1) * J)
             k_all = torch.cat([state.tail_keys[row, :tail, g], k[batch, start:stop, g]])

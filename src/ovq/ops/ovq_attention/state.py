@@ -1,10 +1,11 @@
-"""What OVQ attention remembers: two dictionaries, their counts, and the unfinished chunk."""
+"""What OVQ attention remembers: two dictionaries, their counts, and the tokens not absorbed."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from os import replace as rename
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from ovq.ops.ovq_attention.dictionary import DictionaryConfig
 
 FORMAT = "ovq-state"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: window_size, centroid='direction'
+_NEEDS_SAFETENSORS = "saving and loading states needs safetensors: pip install 'ovq[models]'"
 TENSOR_NAMES = (
     "key_means", "value_means", "counts", "num_active", "num_absorbed", "tail_keys", "tail_values",
     "tail_length",
@@ -34,9 +36,10 @@ class OVQState:
         counts: ``[R, G, N]`` int64.
         num_active: ``[R]`` int64, active slots, the same for every head.
         num_absorbed: ``[R]`` int64, tokens in the dictionary.
-        tail_keys: ``[R, C, G, K]``, the keys of the unfinished chunk, zero past ``tail_length``.
-        tail_values: ``[R, C, G, V]``.
-        tail_length: ``[R]`` int64, below ``C``.
+        tail_keys: ``[R, L, G, K]``, the keys of the tokens that are not absorbed (the window and
+            the unfinished chunk, ``L = W + C``), zero past ``tail_length``.
+        tail_values: ``[R, L, G, V]``.
+        tail_length: ``[R]`` int64, below ``L``.
         dictionary: the configuration it was made with.
     """
 
@@ -45,8 +48,8 @@ class OVQState:
     counts: Int[Tensor, "R G N"]
     num_active: Int[Tensor, " R"]
     num_absorbed: Int[Tensor, " R"]
-    tail_keys: Float[Tensor, "R C G K"]
-    tail_values: Float[Tensor, "R C G V"]
+    tail_keys: Float[Tensor, "R L G K"]
+    tail_values: Float[Tensor, "R L G V"]
     tail_length: Int[Tensor, " R"]
     dictionary: DictionaryConfig
 
@@ -63,7 +66,7 @@ class OVQState:
         device: torch.device | str | None = None,
     ) -> "OVQState":
         """The state before the first token, in float64 if ``dtype`` is, in float32 otherwise."""
-        R, G, N, C = num_rows, num_kv_heads, dictionary.num_centroids, dictionary.chunk_size
+        R, G, N, L = num_rows, num_kv_heads, dictionary.num_centroids, dictionary.tail_size
         real = {"dtype": working_dtype(dtype), "device": device}
         whole = {"dtype": torch.int64, "device": device}
         return cls(
@@ -72,8 +75,8 @@ class OVQState:
             counts=torch.zeros(R, G, N, **whole),
             num_active=torch.zeros(R, **whole),
             num_absorbed=torch.zeros(R, **whole),
-            tail_keys=torch.zeros(R, C, G, key_dim, **real),
-            tail_values=torch.zeros(R, C, G, value_dim, **real),
+            tail_keys=torch.zeros(R, L, G, key_dim, **real),
+            tail_values=torch.zeros(R, L, G, value_dim, **real),
             tail_length=torch.zeros(R, **whole),
             dictionary=dictionary,
         )
@@ -104,7 +107,7 @@ class OVQState:
 
     @property
     def num_tokens(self) -> Int[Tensor, " R"]:
-        """Tokens seen by each row, absorbed or in the unfinished chunk, ``[R]`` int64."""
+        """Tokens seen by each row, absorbed or not yet, ``[R]`` int64."""
         return self.num_absorbed + self.tail_length
 
     @property
@@ -133,8 +136,21 @@ class OVQState:
         return self.map(lambda tensor: tensor.to(device))
 
     def save(self, path: str | PathLike) -> None:
-        """Write the state as a safetensors file, beside ``path`` first, then renamed onto it."""
-        from safetensors.torch import save_file
+        """Write the state as a safetensors file, beside ``path`` first, then renamed onto it.
+
+        Raises:
+            ValueError: ``path`` is a folder, or lies in none.
+            ImportError: safetensors is not installed.
+        """
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise ValueError(f"path must lie in an existing folder, got {path}")
+        if Path(path).is_dir():
+            raise ValueError(f"path must be a file, got the folder {path}")
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            raise ImportError(_NEEDS_SAFETENSORS) from error
 
         metadata = {
             "format": FORMAT,
@@ -153,8 +169,13 @@ class OVQState:
         Raises:
             ValueError: the file is truncated, of another kind, of a newer version, or its tensors
                 do not fit one another.
+            ImportError: safetensors is not installed.
+            OSError: there is no such file.
         """
-        from safetensors import SafetensorError, safe_open
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError(_NEEDS_SAFETENSORS) from error
 
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
@@ -178,56 +199,78 @@ class OVQState:
             raise ValueError(f"path must hold a whole dictionary, got {path}: {error}") from None
         if set(tensors) != set(TENSOR_NAMES):
             raise ValueError(f"path must hold the tensors {TENSOR_NAMES}, got {path}")
-        _check_shapes(tensors, dictionary, path)
-        _check_numbers(tensors, dictionary, path)
-        return cls(dictionary=dictionary, **tensors)
+        state = cls(dictionary=dictionary, **tensors)
+        broken = broken_shape(state) or broken_bound(state) or _broken_number(state)
+        if broken is not None:
+            rule, found = broken
+            raise ValueError(f"path must hold {rule}, got {found} in the damaged state {path}")
+        return state
 
 
-def _check_shapes(
-    tensors: dict[str, Tensor], dictionary: DictionaryConfig, path: str | PathLike
-) -> None:
-    keys, values = tensors["key_means"], tensors["value_means"]
+def broken_shape(state: OVQState) -> tuple[str, str] | None:
+    """The first rule that the shapes, dtypes and devices break, and what there is instead."""
+    keys, values = state.key_means, state.value_means
     R, G, K, V = (*keys.shape[:2], keys.shape[-1], values.shape[-1]) if keys.ndim == 4 else [0] * 4
-    made = OVQState.empty(R, G, K, V, dictionary=dictionary, dtype=keys.dtype, device="meta")
-    for name, wanted in made.tensors().items():
-        tensor = tensors[name]
-        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
-            raise ValueError(
-                f"path must hold {name} of {tuple(wanted.shape)} {wanted.dtype}, got "
-                f"{tuple(tensor.shape)} {tensor.dtype} in {path}"
-            )
+    made = OVQState.empty(R, G, K, V, dictionary=state.dictionary, dtype=keys.dtype, device="meta")
+    for (name, tensor), wanted in zip(
+        state.tensors().items(), made.tensors().values(), strict=True
+    ):
+        if (tensor.shape, tensor.dtype, tensor.device) != (wanted.shape, wanted.dtype, keys.device):
+            rule = f"{name} of {list(wanted.shape)} {wanted.dtype} on {keys.device}"
+            return rule, f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+    return None
 
 
-def _check_numbers(
-    tensors: dict[str, Tensor], dictionary: DictionaryConfig, path: str | PathLike
-) -> None:
-    """What every state fulfils, so that a damaged file cannot reach a kernel's memory."""
-    N, C = dictionary.num_centroids, dictionary.chunk_size
-    active, tail = tensors["num_active"], tensors["tail_length"]
-    in_use = torch.arange(N) < active.cpu()[:, None, None]
-    absorbed = tensors["num_absorbed"].cpu()[:, None]
-    counts = tensors["counts"].cpu()
+def broken_bound(state: OVQState) -> tuple[str, str] | None:
+    """The first bound that the numbers of slots and tokens break, and what there is instead.
+
+    These say where in memory the rest lies: out of their bounds they must reach no implementation.
+    """
+    d = state.dictionary
+    N, C, W, L = d.num_centroids, d.chunk_size, d.window_size, d.tail_size
+    numbers = (state.num_active, state.tail_length, state.num_absorbed)
+    active, tail, absorbed = torch.stack(numbers).tolist()
+    for rule, held, kept in (
+        (f"num_active within [0, {N}]", active, all(0 <= n <= N for n in active)),
+        (f"tail_length within [0, {L})", tail, all(0 <= n < L for n in tail)),
+        (
+            f"num_absorbed in whole chunks of {C}",
+            absorbed,
+            all(n >= 0 and n % C == 0 for n in absorbed),
+        ),
+        (
+            f"tail_length of at least {W} once tokens are absorbed",
+            tail,
+            all(n == 0 or length >= W for n, length in zip(absorbed, tail, strict=True)),
+        ),
+    ):
+        if not kept:
+            return rule, str(held)
+    return None
+
+
+def _broken_number(state: OVQState) -> tuple[str, str] | None:
+    """The first rule of a whole state that the others leave out and that a damaged file breaks."""
+    counts = state.counts.cpu()
+    in_use = torch.arange(counts.shape[-1]) < state.num_active.cpu()[:, None, None]
+    absorbed = state.num_absorbed.cpu()[:, None]
     rules = {
-        "num_active within [0, N]": ((active >= 0) & (active <= N)).all(),
-        "tail_length within [0, C)": ((tail >= 0) & (tail < C)).all(),
         "counts of at least 1 in active slots and 0 elsewhere": ((counts > 0) == in_use).all(),
         "counts that add up to num_absorbed": (counts.sum(-1) == absorbed).all(),
-        "finite numbers": all(t.isfinite().all() for t in tensors.values()),
+        "finite numbers": all(t.isfinite().all() for t in state.tensors().values()),
     }
-    for rule, kept in rules.items():
-        if not kept:
-            raise ValueError(f"path must hold {rule}, got a damaged state in {path}")
+    return next(((rule, "others") for rule, kept in rules.items() if not kept), None)
 
 
 class Slots(NamedTuple):
-    """The slot that each token joined, -1 where it waits in the unfinished chunk.
+    """The slot that each token joined, -1 where it is not absorbed yet.
 
     Attributes:
-        tail: of the tokens that came in with the state, ``[R, C, G]`` int64.
+        tail: of the tokens that came in with the state, ``[R, L, G]`` int64.
         tokens: of the tokens of the call, ``[B, T, G]`` int64.
     """
 
-    tail: Int[Tensor, "R C G"]
+    tail: Int[Tensor, "R L G"]
     tokens: Int[Tensor, "B T G"]
 
 

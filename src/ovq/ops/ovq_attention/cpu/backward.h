@@ -1,9 +1,10 @@
 // The backward: from the last chunk to the first, undoing the updates.
 //
 // With A[m] = dD[m] / c[m], the gradient of a slot's means over its count: A does not change when
-// the slot absorbs further members, and it is what each member receives. So a chunk's keys and
-// values get A[slot] from later chunks; the update is undone in the sums S = c D; then the chunk's
-// read adds dD / c, with the counts before the chunk, to A.
+// the slot absorbs further members, and it is what each member receives. So the keys and values
+// that left after a chunk get A[slot] from later chunks; the update is undone in the sums S = c D;
+// then the chunk's read adds dD / c, with the counts before, to A, and its share to the exact
+// tokens.
 #pragma once
 
 #include "sequences.h"
@@ -11,6 +12,8 @@
 namespace ovq {
 
 constexpr int64_t kGroupRows = 128;  // rows whose weights the backward holds at a time
+
+class Past;
 
 // The gradients of a read to one list of keys and values, columns padded to whole vectors.
 struct RowGradients {
@@ -29,6 +32,9 @@ struct Backward {
   double* dbeta;  // [R, H]
 
   void head(int64_t row, int64_t g) const;
+
+ private:
+  void walk(int64_t row, int64_t g, Past& past) const;
 };
 
 // The dictionary while it is undone, and the accumulators A.
@@ -52,7 +58,7 @@ class Past {
     drop_empty();
     key_sums_ = Buffer<double>(active * K);
     value_sums_ = Buffer<double>(active * V);
-    if (rule.unit) units_ = Buffer<float>(active * K), norms_ = Buffer<float>(active);
+    if (rule.reads_units()) units_ = Buffer<float>(active * K), norms_ = Buffer<float>(active);
     for (int64_t m = 0; m < active; ++m) {
       const auto count = static_cast<double>(counts[m]);
       for (int64_t d = 0; d < K; ++d) key_sums_[m * K + d] = count * keys[m * K + d];
@@ -61,7 +67,7 @@ class Past {
     }
   }
 
-  const float* read_keys() const { return rule_.unit ? units_ : keys; }
+  const float* read_keys() const { return rule_.reads_units() ? units_ : keys; }
 
   // Takes the members of a chunk out again.
   void undo(const int64_t* slots, const float* old_keys, const float* old_values) {
@@ -78,7 +84,7 @@ class Past {
   // A += dD / c for `count` slots from `first` on.
   void add(int64_t first, int64_t count, float* of_keys, const float* of_values) {
     for (int64_t m = first; m < first + count; ++m, of_keys += Kp, of_values += Vp) {
-      if (rule_.unit) through_norm(m, of_keys);
+      if (rule_.reads_units()) through_norm(m, of_keys);
       add_scaled(grads.keys + m * Kp, of_keys, inverse[m], Kp);
       add_scaled(grads.values + m * Vp, of_values, inverse[m], Vp);
     }
@@ -110,7 +116,7 @@ class Past {
     for (int64_t d = 0; d < K; ++d) keys[m * K + d] = static_cast<float>(by * key_sums_[m * K + d]);
     for (int64_t d = 0; d < V; ++d)
       values[m * V + d] = static_cast<float>(by * value_sums_[m * V + d]);
-    if (rule_.unit) norms_[m] = unit_row(units_ + m * K, keys + m * K, K);
+    if (rule_.reads_units()) norms_[m] = unit_row(units_ + m * K, keys + m * K, K);
   }
 
   // The gradient of a key at unit norm becomes that of the key.
@@ -149,8 +155,8 @@ class ReaderBackward {
         total_(most_rows_),
         with_query_(most_rows_),
         sums_(most_rows_ * c_.K),
-        weights_(most_rows_ * (most_slots + c_.C)),
-        grad_weights_(most_rows_ * (most_slots + c_.C)) {}
+        weights_(most_rows_ * (most_slots + c_.L)),
+        grad_weights_(most_rows_ * (most_slots + c_.L)) {}
 
   void read(
       int64_t first, int64_t count, int64_t offset, Past& past, const Rows& slots,
@@ -180,6 +186,11 @@ class ReaderBackward {
     for (int64_t r = 0; r < num_panels_ * kLanes; ++r) {
       const bool real = r < num_rows_;
       const int64_t source = token_head(std::min(r, num_rows_ - 1));
+      if (r + kAhead < num_rows_) {
+        const int64_t later = token_head(r + kAhead);
+        prefetch(b_.q + later * c_.K, c_.K);
+        prefetch(b_.grad_o + later * c_.V, c_.V);
+      }
       float *scaled = scaled_ + r * Kp_, *grad = grad_rows_ + r * Vp_;
       std::fill_n(scaled, Kp_, 0.0f);
       std::fill_n(grad, Vp_, 0.0f);
@@ -331,8 +342,6 @@ void Backward<T>::head(int64_t row, int64_t g) const {
   const Call& c = call;
   const int64_t C = c.C, K = c.K, V = c.V, tail = c.tail[row], slab = row * c.G + g;
   const int64_t length = c.length[row] ? tail + c.length[row] : 0;
-  const Stream<T> key_stream(c, tail_keys, k, row, g, c.G, K);
-  const Stream<T> value_stream(c, tail_values, v, row, g, c.G, V);
   Past past(
       c.rule, K, V, means_keys + slab * c.N * K, means_values + slab * c.N * V,
       counts + slab * c.N);
@@ -343,56 +352,9 @@ void Backward<T>::head(int64_t row, int64_t g) const {
     add_scaled(past.grads.keys + m * Kp, grad_keys + (slab * c.N + m) * K, past.inverse[m], K);
     add_scaled(past.grads.values + m * Vp, grad_values + (slab * c.N + m) * V, past.inverse[m], V);
   }
-  Buffer<float> chunk_keys(C * K), chunk_values(C * V), of_keys(C * Kp), of_values(C * Vp);
-  std::vector<int64_t> slots(C);
-  const auto tail_at = [&](int64_t i) { return (row * C + i) * c.G + g; };
-  if (length > 0) {
-    ReaderBackward<T> reader(*this, row, g, held);
-    for (int64_t start = (length - 1) / C * C; start >= 0; start -= C) {
-      const int64_t stop = std::min(start + C, length), count = stop - start;
-      const int64_t first = std::max(start, tail);
-      key_stream.load(chunk_keys, K, start, count);
-      value_stream.load(chunk_values, V, start, count);
-      std::memset(of_keys, 0, C * Kp * sizeof(float));
-      std::memset(of_values, 0, C * Vp * sizeof(float));
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t p = start + i;
-        const float* from_keys = grad_tail_keys + tail_at(i) * K;
-        const float* from_values = grad_tail_values + tail_at(i) * V;
-        if (count == C) {
-          slots[i] =
-              p < tail ? slots_tail[tail_at(p)] : slots_tokens[(c.start[row] + p - tail) * c.G + g];
-          from_keys = past.grads.keys + slots[i] * Kp;
-          from_values = past.grads.values + slots[i] * Vp;
-        }
-        std::memcpy(of_keys + i * Kp, from_keys, K * sizeof(float));
-        std::memcpy(of_values + i * Vp, from_values, V * sizeof(float));
-      }
-      if (count == C) past.undo(slots.data(), chunk_keys, chunk_values);
-      const Rows old{past.read_keys(), past.values, K, V, past.active, past.bias};
-      const Rows tokens{chunk_keys, chunk_values, K, V, count, nullptr};
-      reader.read(
-          first - tail, stop - first, first - start, past, old, tokens, {of_keys, of_values});
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t p = start + i, own = (c.start[row] + p - tail) * c.G + g;
-        for (int64_t d = 0; d < K; ++d) {
-          const float grad = of_keys[i * Kp + d];
-          if (p < tail)
-            dtail_keys[tail_at(p) * K + d] = grad;
-          else
-            dk[own * K + d] = static_cast<T>(grad);
-        }
-        for (int64_t d = 0; d < V; ++d) {
-          const float grad = of_values[i * Vp + d];
-          if (p < tail)
-            dtail_values[tail_at(p) * V + d] = grad;
-          else
-            dv[own * V + d] = static_cast<T>(grad);
-        }
-      }
-    }
-  }
-  for (int64_t i = length > 0 ? tail : 0; i < C; ++i) {
+  if (length > 0) walk(row, g, past);
+  const auto tail_at = [&](int64_t i) { return (row * c.L + i) * c.G + g; };
+  for (int64_t i = length > 0 ? tail : 0; i < c.L; ++i) {
     const bool waits = length == 0 && i < tail;
     for (int64_t d = 0; d < K; ++d)
       dtail_keys[tail_at(i) * K + d] = waits ? grad_tail_keys[tail_at(i) * K + d] : 0.0f;
@@ -406,6 +368,75 @@ void Backward<T>::head(int64_t row, int64_t g) const {
       to_keys[d] = count > 0.0f ? count * past.grads.keys[m * Kp + d] : 0.0f;
     for (int64_t d = 0; d < V; ++d)
       to_values[d] = count > 0.0f ? count * past.grads.values[m * Vp + d] : 0.0f;
+  }
+}
+
+// The chunks that hold queries, from the last. A token's gradient comes into the bands with what
+// reaches it from later, and is written once the chunk that holds the token has been read.
+template <class T>
+void Backward<T>::walk(int64_t row, int64_t g, Past& past) const {
+  const Call& c = call;
+  const int64_t C = c.C, K = c.K, V = c.V, Kp = past.Kp, Vp = past.Vp, tail = c.tail[row];
+  const int64_t length = tail + c.length[row], num_leaving = c.num_leaving(row);
+  const Stream<T> key_stream(c, tail_keys, k, row, g, c.G, K);
+  const Stream<T> value_stream(c, tail_values, v, row, g, c.G, V);
+  const auto tail_at = [&](int64_t p) { return (row * c.L + p) * c.G + g; };
+  const auto own_at = [&](int64_t p) { return (c.start[row] + p - tail) * c.G + g; };
+  const auto slot = [&](int64_t p) {
+    return p < tail ? slots_tail[tail_at(p)] : slots_tokens[own_at(p)];
+  };
+  // From the slot, or from the place in the returned tail.
+  const auto arrive = [&](float* out, const float* of_slots, const float* of_tail, int64_t D,
+                          int64_t position, int64_t count) {
+    const int64_t stride = round_up(D, kWidth);
+    std::memset(out, 0, count * stride * sizeof(float));
+    for (int64_t p = position; p < position + count; ++p, out += stride) {
+      const float* from = p < num_leaving ? of_slots + slot(p) * stride
+                                          : of_tail + tail_at(p - num_leaving) * D;
+      std::memcpy(out, from, D * sizeof(float));
+    }
+  };
+  const auto write = [&](const float* from, float* of_tail, T* of_tokens, int64_t D, int64_t p) {
+    for (int64_t d = 0; d < D; ++d) {
+      if (p < tail)
+        of_tail[tail_at(p) * D + d] = from[d];
+      else
+        of_tokens[own_at(p) * D + d] = static_cast<T>(from[d]);
+    }
+  };
+  Band exact_keys(c, K), exact_values(c, V), of_keys(c, Kp), of_values(c, Vp);
+  std::vector<int64_t> slots(C);
+  ReaderBackward<T> reader(*this, row, g, past.active);
+  const int64_t earliest = tail / C * C;
+  for (int64_t start = (length - 1) / C * C; start >= earliest; start -= C) {
+    const int64_t stop = std::min(start + C, length), first = std::max(start, tail);
+    const int64_t oldest = std::max<int64_t>(start - c.W, 0);
+    exact_keys.cover(oldest, stop, [&](float* out, int64_t position, int64_t count) {
+      key_stream.load(out, K, position, count);
+    });
+    exact_values.cover(oldest, stop, [&](float* out, int64_t position, int64_t count) {
+      value_stream.load(out, V, position, count);
+    });
+    of_keys.cover(oldest, stop, [&](float* out, int64_t position, int64_t count) {
+      arrive(out, past.grads.keys, grad_tail_keys, K, position, count);
+    });
+    of_values.cover(oldest, stop, [&](float* out, int64_t position, int64_t count) {
+      arrive(out, past.grads.values, grad_tail_values, V, position, count);
+    });
+    const float *keys = exact_keys.row(oldest), *values = exact_values.row(oldest);
+    if (start >= c.W && stop - start == C) {
+      for (int64_t i = 0; i < C; ++i) slots[i] = slot(oldest + i);
+      past.undo(slots.data(), keys, values);
+    }
+    const Rows old{past.read_keys(), past.values, K, V, past.active, past.bias};
+    const Rows exact{keys, values, K, V, stop - oldest, nullptr};
+    reader.read(
+        first - tail, stop - first, first - oldest, past, old, exact,
+        {of_keys.row(oldest), of_values.row(oldest)});
+    for (int64_t p = start > earliest ? start : 0; p < stop; ++p) {
+      write(of_keys.row(p), dtail_keys, dk, K, p);
+      write(of_values.row(p), dtail_values, dv, V, p);
+    }
   }
 }
 

@@ -12,11 +12,14 @@ namespace ovq {
 
 enum Growth : int64_t { kSaturating, kLinear, kImmediate };
 enum Seeding : int64_t { kSpread, kRandom, kNovel };
+enum Centroid : int64_t { kMean, kUnit, kDirection };
 
 // The fields of DictionaryConfig that a kernel needs.
 struct Rule {
-  int64_t num_centroids, chunk_size, growth, growth_length, seeding, seed;
-  bool unit;  // key centroids are read at unit norm
+  int64_t num_centroids, chunk_size, window_size, growth, growth_length, seeding, seed, centroid;
+
+  bool reads_units() const { return centroid == kUnit; }     // in prediction
+  bool compares_units() const { return centroid != kMean; }  // in scoring and assignment
 
   // Active slots once `t` tokens are in, `n` before the chunk.
   int64_t num_active_after(int64_t n, int64_t t) const {
@@ -58,7 +61,7 @@ struct Dictionary {
   float *keys, *values;
   int64_t* counts;
   Buffer<float> bias;   // log of the counts: -inf in a slot that only fed slots have skipped
-  Buffer<float> units;  // the key centroids at unit norm, where they are read so
+  Buffer<float> units;  // the key centroids at unit norm, where they are compared so
   Buffer<float> sums;   // of the new members of the touched slots, [C, K + V]
   std::vector<int32_t> place, touched;
 
@@ -74,13 +77,14 @@ struct Dictionary {
         counts(counts),
         bias(rule.num_centroids) {
     log_counts(bias, counts, active);
-    if (!rule.unit) return;
+    if (!rule.compares_units()) return;
     units = Buffer<float>(rule.num_centroids * K);
     for (int64_t m = 0; m < active; ++m) unit_row(units + m * K, keys + m * K, K);
   }
 
-  // The key centroids as prediction, scoring and assignment see them.
-  const float* read_keys() const { return rule.unit ? units : keys; }
+  // The key centroids as prediction sees them, and as scoring and assignment do.
+  const float* read_keys() const { return rule.reads_units() ? units : keys; }
+  const float* compared_keys() const { return rule.compares_units() ? units : keys; }
 
   // Moves the means once the tokens of a full chunk have joined their slots.
   void absorb(const float* new_keys, const float* new_values, const int64_t* slots) {
@@ -99,6 +103,8 @@ struct Dictionary {
         members.push_back(0);
         std::memset(sums + place[m] * D, 0, D * sizeof(float));
         active = std::max(active, m + 1);
+        prefetch(keys + m * K, K);
+        prefetch(values + m * V, V);
       }
       ++members[place[m]];
       add_scaled(sums + place[m] * D, new_keys + i * K, 1.0f, K);
@@ -109,25 +115,29 @@ struct Dictionary {
       counts[m] += members[t];
       move(keys + m * K, sums + t * D, members[t], counts[m], K);
       move(values + m * V, sums + t * D + K, members[t], counts[m], V);
-      if (rule.unit) unit_row(units + m * K, keys + m * K, K);
+      if (rule.compares_units()) unit_row(units + m * K, keys + m * K, K);
       place[m] = -1;
     }
     log_counts(bias, counts, active);
   }
 
  private:
-  // mean += (sum of the new members - their number * mean) / count
+  // mean += (sum of the new members - their number * mean) / count; an infinite sum makes it NaN,
+  // as a key centroid with an infinite number could weigh nothing and so hide it.
   static void move(float* mean, const float* sum, int64_t members, int64_t count, int64_t D) {
     const float weight = 1.0f / static_cast<float>(count), number = static_cast<float>(members);
-    for (int64_t d = 0; d < D; ++d) mean[d] += weight * (sum[d] - number * mean[d]);
+    for (int64_t d = 0; d < D; ++d)
+      mean[d] += weight * (sum[d] - number * mean[d]) + (sum[d] - sum[d]);
   }
 };
 
-// The nearest slot of each key of a chunk so far. Products are compared on the grid of 2^-16, which
-// is exact in float32 as the keys are packed times 2^16; the first, lowest slot wins a tie.
+// The nearest slot of each key of a leaving chunk so far. Products are compared on the grid of
+// 2^-16, which is exact in float32 as the keys are packed times 2^16; the first, lowest slot wins a
+// tie.
 struct Nearest {
   int64_t C, K, num_panels;
   Buffer<float> panels, product, slot;  // [num_panels, K, kLanes], [C padded], [C padded]
+  const float* centroids = nullptr;     // [n, K], those the keys are to meet
 
   Nearest(int64_t C, int64_t K)
       : C(C),
@@ -139,7 +149,8 @@ struct Nearest {
     std::memset(panels, 0, num_panels * kLanes * K * sizeof(float));
   }
 
-  void start(const float* keys) {
+  void start(const float* keys, const float* compared_keys) {
+    centroids = compared_keys;
     for (int64_t p = 0; p < num_panels; ++p) {
       float* panel = panels + p * kLanes * K;
       transpose(panel, kLanes, keys + p * kLanes * K, K, std::min(kLanes, C - p * kLanes), K);
@@ -169,9 +180,28 @@ struct Nearest {
     at0.store(at);
     at1.store(at + kWidth);
   }
+
+  // Raises each key's score, [C padded], to its largest product with an earlier key of the chunk.
+  void raise_to_earlier(float* score, const float* keys) const {
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const auto first = static_cast<float>(p * kLanes);
+      const Vec lanes0 = Vec::arange(first, 1), lanes1 = Vec::arange(first + kWidth, 1);
+      float* most = score + p * kLanes;
+      Vec most0 = Vec::loadu(most), most1 = Vec::loadu(most + kWidth);
+      const int64_t count = std::min(C, (p + 1) * kLanes) - 1;
+      scores(
+          panels + p * kLanes * K, K, keys, K, count, [&](int64_t j, const Vec& s0, const Vec& s1) {
+            const Vec place(static_cast<float>(j)), g0 = s0.round(), g1 = s1.round();
+            most0 = Vec::blendv(most0, g0, (g0 > most0) & (lanes0 > place));
+            most1 = Vec::blendv(most1, g1, (g1 > most1) & (lanes1 > place));
+          });
+      most0.store(most);
+      most1.store(most + kWidth);
+    }
+  }
 };
 
-// The slot of every token of a full chunk, `nearest` holding its comparison with the old slots.
+// The slot of every token of a leaving chunk, `nearest` holding its comparison with the old slots.
 inline void choose_slots(
     int64_t* slots, const Dictionary& dictionary, Nearest& nearest, const float* keys,
     int64_t position, int64_t head, int64_t num_heads) {
@@ -179,15 +209,11 @@ inline void choose_slots(
   const int64_t C = rule.chunk_size, K = dictionary.K, n = dictionary.active;
   const int64_t num_new = rule.num_active_after(n, position + C) - n;
   std::vector<char> is_seed(C, 0);
-  std::vector<float> score(nearest.product + 0, nearest.product + C);
-  for (int64_t i = 0; i < C && num_new > 0; ++i) {
-    if (rule.seeding == kRandom) score[i] = random_score(position + i, head, num_heads, rule.seed);
-    if (rule.seeding == kNovel)
-      for (int64_t j = 0; j < i; ++j)
-        score[i] =
-            std::max(score[i], std::nearbyint(dot(keys + i * K, keys + j * K, K) * 65536.0f));
-  }
   if (num_new > 0) {
+    std::vector<float> score(nearest.product + 0, nearest.product + nearest.num_panels * kLanes);
+    for (int64_t i = 0; i < C && rule.seeding == kRandom; ++i)
+      score[i] = random_score(position + i, head, num_heads, rule.seed);
+    if (rule.seeding == kNovel) nearest.raise_to_earlier(score.data(), keys);
     std::vector<int64_t> order(C);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(
@@ -196,7 +222,7 @@ inline void choose_slots(
     Buffer<float> seeds(num_new * K);
     for (int64_t i = 0, s = 0; i < C; ++i) {
       if (!is_seed[i]) continue;
-      if (rule.unit)
+      if (rule.compares_units())
         unit_row(seeds + s * K, keys + i * K, K);
       else
         std::memcpy(seeds + s * K, keys + i * K, K * sizeof(float));

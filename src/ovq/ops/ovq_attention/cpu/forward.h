@@ -10,12 +10,13 @@ constexpr int64_t kFewRows = 8;  // up to here a read goes row by row: decoding
 constexpr int64_t kPart = 256;   // slots of a part of such a read
 
 // The online softmax of one panel, where weights are e^(logit - top), and top lags behind the
-// maximum by at most kSlack, so that sums are seldom rescaled.
+// maximum by at most kSlack, so that sums are seldom rescaled. A logit of NaN or +inf makes its own
+// weight NaN and with it the total, so that it shows in the output; it never hides in the maximum.
 struct Softmax {
   float *top, *total, *sums;  // [kLanes], [kLanes], [V, kLanes]
 
   void start(int64_t V) const {
-    std::fill_n(top, kLanes, -kInfinity);
+    std::fill_n(top, kLanes, kLowest);
     std::fill_n(total, kLanes, 0.0f);
     std::fill_n(sums, V * kLanes, 0.0f);
   }
@@ -26,7 +27,7 @@ struct Softmax {
     constexpr int none = (1 << kWidth) - 1;
     if (above0.zero_mask() == none && above1.zero_mask() == none) return;
     const Vec next0 = Vec::blendv(top0, most0, above0), next1 = Vec::blendv(top1, most1, above1);
-    // The first block comes in at top = -inf with nothing summed: e^(-inf) = 0 is right there too.
+    // The first block comes in at the lowest top with nothing summed: whatever it is scaled by.
     const Vec by0 = Vec::blendv(Vec(1.0f), exp(top0 - next0), above0);
     const Vec by1 = Vec::blendv(Vec(1.0f), exp(top1 - next1), above1);
     next0.store(top);
@@ -100,7 +101,7 @@ class Reader {
   }
 
   // The reads of `count` tokens from token `first` of the call on, the first of which stands at
-  // place `offset` of its chunk; beside them, `nearest` (if any) meets the same slots.
+  // place `offset` of the exact tokens; beside them, `nearest` (if any) meets the same slots.
   void read(
       int64_t first, int64_t count, int64_t offset, const Rows& slots, Rows tokens,
       Nearest* nearest) {
@@ -124,7 +125,7 @@ class Reader {
         for (int64_t p = begin; p < stop; ++p)
           read_block<false>(softmax(p), panel(p), c_.K, c_.V, slots, m, size, nullptr);
         for (int64_t p = begin; p < nearest_stop; ++p)
-          nearest->compare(p, slots.keys + m * c_.K, slots.bias + m, size, m);
+          nearest->compare(p, nearest->centroids + m * c_.K, slots.bias + m, size, m);
       }
       for (int64_t p = begin; p < stop; ++p) {
         const float* limits = limits_ + p * kLanes;
@@ -157,6 +158,7 @@ class Reader {
       float* row = natural_ + r % kLanes * c_.K;
       const float by = r < num_rows_ ? scale(r) : 0.0f;
       const T* q = query(std::min(r, num_rows_ - 1));
+      if (r + kAhead < num_rows_) prefetch(query(r + kAhead), c_.K);
       for (int64_t d = 0; d < c_.K; ++d) row[d] = by * static_cast<float>(q[d]);
       if (r % kLanes == kLanes - 1)
         transpose(panel(r / kLanes), kLanes, natural_, c_.K, kLanes, c_.K);
@@ -198,13 +200,13 @@ class Reader {
       }
     });
     for (int64_t r = 0; r < num_rows_; ++r) {
-      float top = -kInfinity, total = 0.0f;
+      float top = kLowest, total = 0.0f;
       for (int64_t p = 0; p < parts; ++p) top = std::max(top, found[(p * num_rows_ + r) * size]);
       float* sums = state_;
       std::fill_n(sums, c_.V, 0.0f);
       for (int64_t p = 0; p < parts; ++p) {
         const float* part = found + (p * num_rows_ + r) * size;
-        const float by = exp(part[0] - top);
+        const float by = std::exp(part[0] - top);
         total += by * part[1];
         add_scaled(sums, part + 2, by, c_.V);
       }
@@ -234,7 +236,7 @@ class Reader {
       if (rows.bias != nullptr)
         for (int64_t i = 0; i < count; ++i) weights[i] += rows.bias[first + i];
       for (int64_t i = std::max<int64_t>(seen(r), 0); i < padded; ++i) weights[i] = -kInfinity;
-      Vec most(-kInfinity), total(0.0f);
+      Vec most(kLowest), total(0.0f);
       for (int64_t i = 0; i < padded; i += kWidth)
         most = at::vec::clamp_min(most, Vec::loadu(weights + i));
       const auto larger = [](Vec& x, Vec& y) { return at::vec::clamp_min(x, y); };
@@ -281,19 +283,19 @@ class Reader {
   Buffer<float> queries_, limits_, natural_, state_;
 };
 
-// The keys and values of the unfinished chunk at the call's end, all heads at once: it comes first,
-// as the last read takes them from there.
+// The keys and values that stay exact at the call's end, all heads at once: it comes first, as the
+// last read takes them from there.
 template <class T>
 void Forward<T>::tails(int64_t row) const {
-  const int64_t C = call.C, length = call.tail[row] + call.length[row];
-  const int64_t rest = length - call.num_full(row), first = length - rest;
+  const int64_t L = call.L, length = call.tail[row] + call.length[row];
+  const int64_t first = call.num_leaving(row), rest = length - first;
   const auto write = [&](float* out, const float* old, const T* own, int64_t width) {
-    Stream<T>(call, old, own, row, 0, 1, width).load(out + row * C * width, width, first, rest);
-    std::memset(out + (row * C + rest) * width, 0, (C - rest) * width * sizeof(float));
+    Stream<T>(call, old, own, row, 0, 1, width).load(out + row * L * width, width, first, rest);
+    std::memset(out + (row * L + rest) * width, 0, (L - rest) * width * sizeof(float));
   };
   write(new_tail_keys, tail_keys, k, call.G * call.K);
   write(new_tail_values, tail_values, v, call.G * call.V);
-  std::fill_n(slots_tail + row * C * call.G, C * call.G, -1);
+  std::fill_n(slots_tail + row * L * call.G, L * call.G, -1);
 }
 
 template <class T>
@@ -303,8 +305,6 @@ void Forward<T>::head(int64_t row, int64_t g) const {
   const int64_t slab = row * c.G + g;
   const Stream<T> key_stream(c, tail_keys, k, row, g, c.G, K);
   const Stream<T> value_stream(c, tail_values, v, row, g, c.G, V);
-  const float* const tail_k = new_tail_keys + (row * C * c.G + g) * K;
-  const float* const tail_v = new_tail_values + (row * C * c.G + g) * V;
   active_after[slab] = num_active[row];
   if (c.length[row] == 0) return;
 
@@ -313,50 +313,51 @@ void Forward<T>::head(int64_t row, int64_t g) const {
       counts + slab * c.N);
   Reader<T> reader(*this, row, g);
   std::optional<Nearest> nearest;
-  Buffer<float> chunk_keys, chunk_values;
+  if (c.absorbs(row)) nearest.emplace(C, K);
+  Band exact_keys(c, K), exact_values(c, V);
   std::vector<int64_t> slots(C);
-  if (c.completes(row)) {
-    nearest.emplace(C, K);
-    chunk_keys = Buffer<float>(C * K);
-    chunk_values = Buffer<float>(C * V);
-  }
-  for (int64_t start = 0; start < length; start += C) {
-    const bool full = start + C <= length, assign = full && fed_tokens == nullptr;
-    if (full) {
-      key_stream.load(chunk_keys, K, start, C);
-      value_stream.load(chunk_values, V, start, C);
-    }
+  const auto slot_of = [&](auto* of_tail, auto* of_tokens, int64_t p) {
+    return p < tail ? of_tail + (row * c.L + p) * c.G + g
+                    : of_tokens + (c.start[row] + p - tail) * c.G + g;
+  };
+  for (int64_t start = tail / C * C; start < length; start += C) {
     const int64_t first = std::max(start, tail), stop = std::min(start + C, length);
+    const int64_t oldest = std::max<int64_t>(start - c.W, 0);
+    const bool leaves = start >= c.W && stop - start == C;  // tokens [oldest, oldest + C) then do
+    const bool assign = leaves && fed_tokens == nullptr;
     const Dictionary& d = dictionary;
     const Rows old{d.read_keys(), d.values, K, V, d.active, d.bias};
-    Rows tokens{tail_k, tail_v, c.G * K, c.G * V, stop - start, nullptr};
-    if (full) tokens = {chunk_keys, chunk_values, K, V, C, nullptr};
-    if (assign) nearest->start(chunk_keys);
-    reader.read(
-        first - tail, stop - first, first - start, old, tokens, assign ? &*nearest : nullptr);
-    const auto slot_of = [&](auto* of_tail, auto* of_tokens, int64_t i) {
-      const int64_t p = start + i;
-      return p < tail ? of_tail + (row * C + p) * c.G + g
-                      : of_tokens + (c.start[row] + p - tail) * c.G + g;
-    };
-    if (!full) {
-      for (int64_t i = 0; i < stop - start; ++i) *slot_of(slots_tail, slots_tokens, i) = -1;
-      break;
+    Rows exact{
+        new_tail_keys + (row * c.L * c.G + g) * K, new_tail_values + (row * c.L * c.G + g) * V,
+        c.G * K, c.G * V, stop - oldest, nullptr};
+    if (leaves || stop < length) {
+      exact_keys.cover(oldest, stop, [&](float* out, int64_t position, int64_t count) {
+        key_stream.load(out, K, position, count);
+      });
+      exact_values.cover(oldest, stop, [&](float* out, int64_t position, int64_t count) {
+        value_stream.load(out, V, position, count);
+      });
+      exact = {exact_keys.row(oldest), exact_values.row(oldest), K, V, stop - oldest, nullptr};
     }
+    if (assign) nearest->start(exact.keys, d.compared_keys());
+    reader.read(
+        first - tail, stop - first, first - oldest, old, exact, assign ? &*nearest : nullptr);
+    if (!leaves) continue;
     if (assign)
-      choose_slots(
-          slots.data(), dictionary, *nearest, chunk_keys, num_absorbed[row] + start, g, c.G);
+      choose_slots(slots.data(), d, *nearest, exact.keys, num_absorbed[row] + oldest, g, c.G);
     for (int64_t i = 0; i < C; ++i) {
       if (!assign) {
-        slots[i] = *slot_of(fed_tail, fed_tokens, i);
+        slots[i] = *slot_of(fed_tail, fed_tokens, oldest + i);
         TORCH_CHECK_VALUE(
             slots[i] >= 0 && slots[i] < c.N, "slots must lie in [0, ", c.N,
-            ") for the tokens of full chunks, got ", slots[i]);
+            ") for the tokens that are absorbed, got ", slots[i]);
       }
-      *slot_of(slots_tail, slots_tokens, i) = slots[i];
+      *slot_of(slots_tail, slots_tokens, oldest + i) = slots[i];
     }
-    dictionary.absorb(chunk_keys, chunk_values, slots.data());
+    dictionary.absorb(exact.keys, exact.values, slots.data());
   }
+  for (int64_t p = std::max(c.num_leaving(row), tail); p < length; ++p)
+    *slot_of(slots_tail, slots_tokens, p) = -1;
   active_after[slab] = dictionary.active;
 }
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ovq.ops.ovq_attention.chunk_grid import ChunkGrid
 from ovq.ops.ovq_attention.cpu.library import library_path
-from ovq.ops.ovq_attention.dictionary import DictionaryConfig, Growth, Seeding
+from ovq.ops.ovq_attention.dictionary import Centroid, DictionaryConfig, Growth, Seeding
 from ovq.ops.ovq_attention.state import OVQState, Slots
 
 DTYPES = (torch.float32, torch.bfloat16)
 _GROWTH = {name: code for code, name in enumerate(get_args(Growth))}
 _SEEDING = {name: code for code, name in enumerate(get_args(Seeding))}
+_CENTROID = {name: code for code, name in enumerate(get_args(Centroid))}
 
 
 def is_built() -> bool:
@@ -47,12 +48,12 @@ def _path() -> Path:
 
 
 @cache
-def _options(dictionary: DictionaryConfig) -> tuple[int, int, int, int, int, int, bool]:
+def _options(dictionary: DictionaryConfig) -> tuple[int, ...]:
     d = dictionary
     seed = (d.seed + 2**63) % 2**64 - 2**63
     growth_length = d.growth_length or 1
     kind = _GROWTH[d.growth], growth_length, _SEEDING[d.seeding], seed
-    return d.num_centroids, d.chunk_size, *kind, d.centroid == "unit"
+    return d.num_centroids, d.chunk_size, d.window_size, *kind, _CENTROID[d.centroid]
 
 
 def forward_call(
@@ -81,7 +82,7 @@ def forward(
     fed: Slots | None,
 ) -> tuple[Float[Tensor, "B T H V"], OVQState, Slots, Float[Tensor, "B T H"]]:
     """Outputs, the state after, the slots of all tokens, and the log-sum-exps of the softmax."""
-    return _forward(q, k, v, beta, state, *_placed(grid, state.tail_keys), fed)
+    return _forward(q, k, v, beta, state, *_placed(grid), fed)
 
 
 def _forward(q, k, v, beta, state, starts, lengths, fed):
@@ -116,15 +117,15 @@ def backward(
         _op().backward(
             grad_o, grad_state.key_means, grad_state.value_means, grad_state.tail_keys,
             grad_state.tail_values, q, k, v, beta, *tails, grid.tail_length, after.key_means,
-            after.value_means, after.counts, *slots, lse, *_placed(grid, tails[0]),
-            d.num_centroids, d.chunk_size, d.centroid == "unit",
+            after.value_means, after.counts, *slots, lse, *_placed(grid),
+            d.num_centroids, d.chunk_size, d.window_size, _CENTROID[d.centroid],
         )
     )  # fmt: skip
 
 
-def _placed(grid: ChunkGrid, tail_keys: Tensor) -> tuple[Tensor, Tensor]:
+def _placed(grid: ChunkGrid) -> tuple[Tensor, Tensor]:
     """Where the call's tokens of each row start in the flattened ``[B * T]``, and their number."""
-    return grid.first - tail_keys.shape[0] * grid.chunk_size, grid.length - grid.tail_length
+    return grid.first - grid.num_tail_places, grid.length - grid.tail_length
 
 
 @cache

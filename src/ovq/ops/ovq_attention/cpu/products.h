@@ -26,11 +26,20 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kWidth = Vec::size();
 constexpr int64_t kLanes = 2 * kWidth;  // rows of a panel
 constexpr int64_t kTile = 6;            // slots of a register tile: 12 sums, 2 vectors, 1 scalar
+constexpr int64_t kAhead = 8;           // rows that are asked for before they are read
 constexpr int64_t kBlock = 96;          // slots whose weights stay in the first-level cache
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
+}
+
+// Asks for the `count` numbers from `data` on: rows that lie apart come late otherwise.
+template <class T>
+C10_ALWAYS_INLINE void prefetch(const T* data, int64_t count) {
+  constexpr auto line = static_cast<int64_t>(64 / sizeof(T));
+  for (int64_t i = 0; i < count; i += line) __builtin_prefetch(data + i);
 }
 
 // Uninitialised memory on a cache line's boundary.
@@ -172,10 +181,13 @@ inline void outer_sums(
   if (c < width) outer_columns<1>(weights, panel_step, num_panels, rows + c, width, count, out + c);
 }
 
-// e^x for x <= 80, relative error below 3e-7 near 0, exactly 0 below -70 (and for NaN), exactly 1
-// at 0.
-C10_ALWAYS_INLINE Vec exp(const Vec& x) {
-  const Vec log2_e(1.44269504f), magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+// e^x for x <= 80, relative error below 3e-7 near 0, exactly 0 below -88, exactly 1 at 0, NaN for
+// NaN.
+C10_ALWAYS_INLINE Vec exp(const Vec& unbounded) {
+  // Adding 1.5 * 2^23 rounds to an integer, adding 127 makes it the exponent field of 2^integer: 0,
+  // of the number 0, at the lower bound. `clamp_min` lets NaN pass.
+  const Vec log2_e(1.44269504f), magic(12582912.0f + 127.0f);
+  const Vec x = at::vec::clamp_min(unbounded, Vec(-88.0f));
   const Vec shifted = at::vec::fmadd(x, log2_e, magic);
   const Vec r = at::vec::fmadd(x, log2_e, magic - shifted);  // in [-0.5, 0.5]
   Vec p(0.00132647273f);                                     // of 2^r, by least maximum error
@@ -185,12 +197,9 @@ C10_ALWAYS_INLINE Vec exp(const Vec& x) {
   p = at::vec::fmadd(p, r, Vec(0.693147004f));
   p = at::vec::fmadd(p, r, Vec(1.0f));
   using Int = at::vec::Vectorized<int32_t>;
-  const Int exponent = at::vec::cast<int32_t, float>(shifted) << Int(23);
-  const Vec scaled = at::vec::cast<float, int32_t>(at::vec::cast<int32_t, float>(p) + exponent);
-  return scaled & (x > Vec(-70.0f));
+  const Int power = at::vec::cast<int32_t, float>(shifted) << Int(23);
+  return p * at::vec::cast<float, int32_t>(power);
 }
-
-inline float exp(float x) { return x > -70.0f ? std::exp(x) : 0.0f; }
 
 inline float dot(const float* a, const float* b, int64_t D) {
   Vec sum(0.0f);
