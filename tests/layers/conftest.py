@@ -14,6 +14,11 @@ class SmallConfig:
     window_size: int = 5
     rope_theta: float = 10000.0
     use_short_conv: bool = False
+    num_codes: int = 7
+    block_size: int = 3
+    expand_v: float = 1.0
+    ssm_state_size: int = 6
+    ssm_expand: float = 2.0
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 6, "chunk_size": 4})
 
 

@@ -4,20 +4,20 @@ Over every mixer of the registry, each row against its own run without padding.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from ovq.layers import MIXERS, Mixer, MixerState, build_mixer, without_padding
-from ovq.layers.ovq_attention import OVQAttentionState
 from ovq.ops.attention import KVState
 
 B, T, D = 4, 19, 32
 PAD_NORM = 1e4
 CASES = [(name, {}) for name in MIXERS]
 CASES += [("ovq", {"use_short_conv": True}), ("sliding_window", {"window_size": 1})]
+CASES += [("linear_attention", {"use_short_conv": True}), ("vq", {"use_short_conv": True})]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0], *case[1]]))
@@ -66,11 +66,22 @@ def past_of_unlike_lengths(mixer: Mixer) -> MixerState:
 def held(state: MixerState, row: int) -> list[Tensor]:
     """What a row remembers, without what a batch adds to it."""
     own = state.select_rows(torch.tensor([row]))
-    if isinstance(own, OVQAttentionState):
-        return [*own.memory.tensors().values(), own.conv_inputs]
-    assert isinstance(own, KVState)
-    latest = own.held_by_row()[0]
-    return [own.keys[0, latest], own.values[0, latest], own.num_tokens]
+    if isinstance(own, KVState):
+        latest = own.held_by_row()[0]
+        return [own.keys[0, latest], own.values[0, latest], own.num_tokens]
+    return tensors_in(own)
+
+
+def tensors_in(state) -> list[Tensor]:
+    """All tensors of a state and of the states within it."""
+    found = []
+    for value in (getattr(state, field.name) for field in fields(state)):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, MixerState):
+            found.extend(tensors_in(value))
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("carried", [False, True], ids=["from the start", "from a state"])

@@ -21,6 +21,8 @@ def make_model():
             "layer_pattern": ["sliding_window", "ovq"],
             "window_size": 5,
             "dictionary": {"num_centroids": 6, "chunk_size": 4},
+            "num_codes": 7,
+            "block_size": 3,
             "initializer_range": 0.3,
         }
         torch.manual_seed(0)

@@ -9,6 +9,9 @@ PATTERNS = [
     ["sliding_window", "ovq"],
     ["full_attention", "ovq"],
     ["full_attention_nope", "sliding_window"],
+    ["sliding_window", "vq"],
+    ["vq_static_values", "linear_attention"],
+    ["linear_attention_normalized", "sliding_window"],
 ]
 
 

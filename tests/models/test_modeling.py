@@ -18,14 +18,14 @@ def cache_of(outputs) -> OVQCache:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_carried_cache_equals_one_call(make_model, token_ids, name):
-    model = make_model(layer_pattern=[name])
+    model = make_model(layer_pattern=[name]).double()  # an output norm magnifies rounding
     whole = model(token_ids)
     cache, logits = None, []
     for part in token_ids.split([1, 7, 1, 14], dim=1):
         outputs = model(part, cache=cache)
         cache = cache_of(outputs)
         logits.append(outputs.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, atol=1e-10, rtol=1e-10)
     assert cache.get_seq_length() == cache_of(whole).get_seq_length() == 23
     assert cache.num_bytes == 3 * model.state_size(23)
 

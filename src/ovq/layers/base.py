@@ -6,7 +6,7 @@ held by one test suite that runs over every registry entry.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +27,11 @@ class MixerConfig(Protocol):
     rope_theta: float
     use_short_conv: bool
     dictionary: dict
+    num_codes: int
+    block_size: int
+    expand_v: float
+    ssm_state_size: int
+    ssm_expand: float
 
 
 @runtime_checkable
@@ -70,8 +75,17 @@ class Mixer(nn.Module, ABC):
     """A causal sequence mixer: hidden states to hidden states of the same shape, and its state.
 
     The contract: cutting a sequence anywhere and carrying the state gives the outputs of one call;
-    outputs ignore later tokens; rows do not see each other; the incoming state is never changed.
+    outputs ignore later tokens; rows do not see each other; the incoming state is never changed. A
+    forward changes no parameter and no buffer.
+
+    Attributes:
+        gathers_statistics: whether the mixer learns from the tokens of training forwards by other
+            means than gradients. A model then calls :meth:`begin_training_forward` before its
+            layers run in training and :meth:`end_training_forward` after, and leaves no padding in
+            place.
     """
+
+    gathers_statistics: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -84,6 +98,22 @@ class Mixer(nn.Module, ABC):
         Through ``torch.nn.init`` only: loading a checkpoint guards those functions, so that trained
         parameters are kept.
         """
+
+    def begin_training_forward(self) -> None:
+        """Use what was gathered so far; nothing changes again until the next call.
+
+        Not called again where the backward repeats a forward, as gradient checkpointing does.
+        """
+
+    def end_training_forward(self) -> None:
+        """Keep what the forward gathered since :meth:`begin_training_forward`."""
+
+    def auxiliary_loss(self) -> Float[Tensor, ""] | None:
+        """What the last training forward adds to a model's loss, as a mean over its tokens.
+
+        It is read once, right after the forward, and then forgotten; ``None`` if there is none.
+        """
+        return None
 
     @abstractmethod
     def forward(

@@ -148,19 +148,38 @@ class OVQAttention(ProjectedMixer):
             ValueError: hidden states that do not fit, or a state of another batch size or
                 dictionary.
         """
+        q, k, v, past = self.queries_keys_values(hidden_states, state)
+        memory = None if state is None else state.memory
+        o, memory = ovq_attention(q, k, v, self.beta, memory, dictionary=self.dictionary)
+        return self.merge_heads(o), OVQAttentionState(memory=memory, conv_inputs=past)
+
+    def queries_keys_values(
+        self, hidden_states: Float[Tensor, "B T D"], state: OVQAttentionState | None = None
+    ) -> tuple[
+        Float[Tensor, "B T H K"],
+        Float[Tensor, "B T G K"],
+        Float[Tensor, "B T G V"],
+        Float[Tensor, "B P F"],
+    ]:
+        """What the operator is called with, queries and keys of unit norm.
+
+        Returns:
+            Queries, keys, values, and the last inputs of the short convolution after these tokens.
+
+        Raises:
+            ValueError: as :meth:`forward`.
+        """
         projected = self.project(hidden_states, state)
         if state is None:
-            past, memory = self._initial_conv_inputs(len(hidden_states)), None
+            past = self._initial_conv_inputs(len(hidden_states))
         else:
-            past, memory = state.conv_inputs, state.memory
+            past = state.conv_inputs
             self._check_conv_inputs(past, len(hidden_states))
         if self.short_conv is not None:
             mixed, past = self.short_conv(torch.cat(projected, dim=-1), past)
             projected = mixed.split([x.shape[-1] for x in projected], dim=-1)
         q, k, v = (self.split_heads(x) for x in projected)
-        q, k = unit_norm(q), unit_norm(k)
-        o, memory = ovq_attention(q, k, v, self.beta, memory, dictionary=self.dictionary)
-        return self.merge_heads(o), OVQAttentionState(memory=memory, conv_inputs=past)
+        return unit_norm(q), unit_norm(k), v, past
 
     def init_state(self, batch_size: int) -> OVQAttentionState:
         """The state before the first token, on the device of the parameters.

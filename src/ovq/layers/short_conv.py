@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution followed by SiLU: ``y_t = silu(sum_j w_j x_(t - P + j))``.
+    """Depthwise causal convolution followed by SiLU: ``y_t = silu(sum_j w_j x_(t - P + j) + b)``.
 
     Args:
         num_channels: channels ``F``, each with a filter of its own.
         width: taps, at least 1; the state holds the last ``P = width - 1`` inputs.
+        bias: whether there is a bias ``b``, one number a channel.
 
     Raises:
         ValueError: ``width`` below 1.
@@ -25,17 +26,20 @@ class ShortConvolution(nn.Module):
         ((1, 5, 8), (1, 3, 8))
     """
 
-    def __init__(self, num_channels: int, width: int = 4):
+    def __init__(self, num_channels: int, width: int = 4, *, bias: bool = False):
         super().__init__()
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         self.weight = nn.Parameter(torch.empty(width, num_channels))
+        self.bias = nn.Parameter(torch.empty(num_channels)) if bias else None
         self.init_parameters()
 
     def init_parameters(self) -> None:
         """Uniform within ``width^-1/2``, as PyTorch's own convolutions start."""
         bound = math.sqrt(1 / self.weight.shape[0])
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def init_state(self, batch_size: int) -> Float[Tensor, "B P F"]:
         """The inputs before the first token: zeros."""
@@ -56,6 +60,7 @@ class ShortConvolution(nn.Module):
         """
         T, taps = x.shape[1], self.weight.to(x.dtype)
         inputs = torch.cat([past.to(x.dtype), x], dim=1)
-        y = sum((taps[j] * inputs[:, j : j + T] for j in range(len(taps))), start=x.new_zeros(()))
+        start = x.new_zeros(()) if self.bias is None else self.bias.to(x.dtype)
+        y = sum((taps[j] * inputs[:, j : j + T] for j in range(len(taps))), start=start)
         # A copy: a view would keep the inputs of every token alive.
         return F.silu(y), inputs[:, T:].clone()

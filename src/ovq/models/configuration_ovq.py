@@ -29,7 +29,15 @@ class OVQConfig(PreTrainedConfig):
         window_size: ``W`` of sliding-window layers: a token sees itself and ``W - 1`` before it.
         dictionary: the fields of :class:`~ovq.ops.ovq_attention.DictionaryConfig`, for OVQ layers;
             those left out have its defaults.
+        num_codes: codes ``S`` of each codebook of VQ layers; 512 as in Transformer-VQ, half the
+            default dictionary of OVQ layers.
+        block_size: ``C`` of VQ layers: a token sees the keys of its own block and the one before
+            one by one.
         use_short_conv: whether mixers that may have a short causal convolution have it.
+        expand_v: ``V / K`` of Gated DeltaNet layers, a multiple of ``1 / head_dim``.
+        ssm_state_size: numbers that each channel of Mamba-2 layers remembers.
+        ssm_expand: channels of Mamba-2 layers, as a multiple of ``hidden_size``; with heads of
+            ``head_dim`` channels, whatever ``num_attention_heads``.
         rope_theta: base of the rotary frequencies.
         rms_norm_eps: added to the mean square in the norms.
         initializer_range: standard deviation of the initial weights.
@@ -61,7 +69,12 @@ class OVQConfig(PreTrainedConfig):
     layer_pattern: list[str] = field(default_factory=lambda: ["sliding_window", "ovq"])
     window_size: int = 128
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
+    num_codes: int = 512
+    block_size: int = 128
     use_short_conv: bool = False
+    expand_v: float = 1.0
+    ssm_state_size: int = 128
+    ssm_expand: float = 2.0
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
@@ -96,7 +109,8 @@ class OVQConfig(PreTrainedConfig):
     def _check(self) -> None:
         _check_positive(
             self, "vocab_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads",
-            "head_dim", "max_position_embeddings", "window_size",
+            "head_dim", "max_position_embeddings", "window_size", "num_codes", "block_size",
+            "ssm_state_size",
         )  # fmt: skip
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -110,10 +124,14 @@ class OVQConfig(PreTrainedConfig):
         self.layer_pattern = list(self.layer_pattern)
         for name in self.layer_pattern:
             check_mixer_name(name, "layer_pattern")
-        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+        for name in (
+            "rope_theta", "rms_norm_eps", "initializer_range", "expand_v", "ssm_expand",
+        ):  # fmt: skip
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if not _is_finite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+        if self.rope_theta == 0:  # its inverse frequencies are powers of 1 / rope_theta
+            raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
 
 
 def dictionary_config(fields: dict) -> DictionaryConfig:
@@ -130,8 +148,12 @@ def dictionary_config(fields: dict) -> DictionaryConfig:
         ) from None
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and value is not True and math.isfinite(value)
+
+
 def _check_positive(config: OVQConfig, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

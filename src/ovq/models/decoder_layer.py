@@ -57,8 +57,14 @@ class OVQDecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Float[Tensor, "B T D"], state: MixerState | None = None
-    ) -> tuple[Float[Tensor, "B T D"], MixerState]:
-        """The layer's hidden states ``[B, T, D]``, and its mixer's state after them."""
+    ) -> tuple[Float[Tensor, "B T D"], MixerState, Float[Tensor, ""] | None]:
+        """The layer's hidden states ``[B, T, D]``, its mixer's state after them, and its loss.
+
+        The mixer's auxiliary loss is an output, so that its gradient flows whatever gradient
+        checkpointing repeats.
+        """
         mixed, after = self.mixer(self.input_layernorm(hidden_states), state)
+        auxiliary_loss = self.mixer.auxiliary_loss()
         hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), after
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, after, auxiliary_loss

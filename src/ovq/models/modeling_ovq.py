@@ -1,8 +1,9 @@
 """One causal language model for every mixer and every pattern of mixers, on transformers."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any, ClassVar, no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,6 +29,20 @@ CACHE_FIELD = (
 )
 
 
+# transformers annotates the cache with a class of its own, which shape checking insists on.
+@no_type_check
+@dataclass
+class OVQModelOutput(BaseModelOutputWithPast):
+    """What the decoder returns.
+
+    Attributes:
+        auxiliary_loss: in training, the mean over tokens and layers of what mixers add to the loss;
+            ``None`` if none does.
+    """
+
+    auxiliary_loss: Tensor | None = None
+
+
 class OVQPreTrainedModel(PreTrainedModel):
     """What the models share with transformers: configuration, initial weights, capabilities."""
 
@@ -45,7 +60,7 @@ class OVQPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, OVQRMSNorm):
+        elif isinstance(module, OVQRMSNorm | nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, Mixer | ShortConvolution):
             module.init_parameters()
@@ -73,7 +88,7 @@ class OVQModel(OVQPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         past_key_values: OVQCache | None = None,
-    ) -> BaseModelOutputWithPast:
+    ) -> OVQModelOutput:
         """Hidden states of the tokens, and the state after them.
 
         Padding is removed before the layers, so that it never enters a state; the hidden states at
@@ -90,8 +105,8 @@ class OVQModel(OVQPreTrainedModel):
             past_key_values: the old name of ``cache``.
 
         Returns:
-            ``last_hidden_state`` ``[B, T, D]`` and the cache, under the name that this version of
-            transformers has for it.
+            ``last_hidden_state`` ``[B, T, D]``, the cache, under the name that this version of
+            transformers has for it, and in training the auxiliary loss of the mixers.
 
         Raises:
             ValueError: both or neither of ``input_ids`` and ``inputs_embeds``, a mask that is no
@@ -103,12 +118,23 @@ class OVQModel(OVQPreTrainedModel):
         use_cache = self._returns_cache(use_cache)
         real = real_tokens(attention_mask, B, T, cache.num_columns)
         states = cache.states or [None] * len(self.layers)
-        if real is None or (not use_cache and _is_right_padding(real)):
-            hidden_states, states = self._run_layers(hidden_states, states)
+        gathering = self._gathering_mixers()
+        for mixer in gathering:
+            mixer.begin_training_forward()
+        losses: list[tuple[int, Tensor]] = []
+        run = partial(self._run_layers, losses=losses)
+        if real is None or (not use_cache and not gathering and _is_right_padding(real)):
+            hidden_states, states = run(hidden_states, states)
         else:
-            hidden_states, states = without_padding(self._run_layers, hidden_states, real, states)
+            hidden_states, states = without_padding(run, hidden_states, real, states)
+        for mixer in gathering:
+            mixer.end_training_forward()
         after = OVQCache(states, cache.num_columns + T) if use_cache else None
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **_cache_field(after))
+        return OVQModelOutput(
+            last_hidden_state=hidden_states,
+            auxiliary_loss=_mean_over_tokens(losses),
+            **_cache_field(after),
+        )
 
     def state_size(self, num_tokens: int) -> int:
         """Bytes that the states of one row hold after ``num_tokens`` tokens, over all layers."""
@@ -156,13 +182,25 @@ class OVQModel(OVQPreTrainedModel):
             return False
         return use_cache
 
+    def _gathering_mixers(self) -> list[Mixer]:
+        """The mixers that learn in this forward by other means than gradients."""
+        if not self.training:
+            return []
+        return [m for m in self.modules() if isinstance(m, Mixer) and m.gathers_statistics]
+
     def _run_layers(
-        self, hidden_states: Float[Tensor, "B T D"], states: Sequence[MixerState | None]
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        states: Sequence[MixerState | None],
+        losses: list[tuple[int, Tensor]],
     ) -> tuple[Float[Tensor, "B T D"], list[MixerState]]:
+        """Run the layers, and add their auxiliary losses to the list with their tokens' number."""
         after = []
         for layer, state in zip(self.layers, states, strict=True):
-            hidden_states, state = layer(hidden_states, state)
+            hidden_states, state, loss = layer(hidden_states, state)
             after.append(state)
+            if loss is not None:
+                losses.append((hidden_states.shape[0] * hidden_states.shape[1], loss))
         return self.norm(hidden_states), after
 
 
@@ -212,6 +250,7 @@ class OVQForCausalLM(OVQPreTrainedModel, GenerationMixin):
             cache: see :meth:`OVQModel.forward`.
             inputs_embeds: ``[B, T, D]`` in place of ``input_ids``.
             labels: ``[B, T]``, the ids themselves (they are shifted here), -100 where ignored.
+                With them, the loss in training includes the mixers' auxiliary loss.
             use_cache: see :meth:`OVQModel.forward`; ``None`` is no with labels, too.
             logits_to_keep: so many of the last positions, or a tensor of positions; 0 for all.
             past_key_values: the old name of ``cache``.
@@ -239,6 +278,8 @@ class OVQForCausalLM(OVQPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )
+            if outputs.auxiliary_loss is not None:
+                loss = loss + _share(labels, num_items_in_batch) * outputs.auxiliary_loss
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, **_cache_field(getattr(outputs, CACHE_FIELD))
         )
@@ -254,6 +295,20 @@ class OVQForCausalLM(OVQPreTrainedModel, GenerationMixin):
 
 def _cache_field(cache: OVQCache | None) -> dict[str, Any]:
     return {CACHE_FIELD: cache}
+
+
+def _mean_over_tokens(losses: list[tuple[int, Tensor]]) -> Tensor | None:
+    if not losses:
+        return None
+    summed = sum((count * loss for count, loss in losses), start=torch.zeros_like(losses[0][1]))
+    return summed / max(1, sum(count for count, _ in losses))
+
+
+def _share(labels: Tensor, num_items_in_batch: int | Tensor | None) -> float | Tensor:
+    """The share of this call's tokens in the batch that the loss is a mean over."""
+    if num_items_in_batch is None:
+        return 1.0
+    return (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
 def _is_right_padding(real: Bool[Tensor, "B T"]) -> bool:
