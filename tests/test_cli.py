@@ -1,10 +1,13 @@
 """The commands: their names and options, and that bad input is one line and exit code 2."""
 
 import json
+import runpy
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import ovq.cli
 from ovq.cli import app
 from ovq.cli import run as run_command
 from ovq.recipes import RECIPES, make_run
@@ -16,10 +19,15 @@ OPTIONS = {
     "bench": {"--output", "--quick", "--threads"},
     "recipes": set(),
     "train": {"--output", "--seed", "--steps", "--source", "--threads"},
-    "evaluate": {"--lengths", "--num-centroids", "--num-sequences", "--threads"},
+    "evaluate": {"--lengths", "--num-centroids", "--num-sequences", "--again", "--threads"},
     "generate": {
         "--prompt", "--prompt-file", "--held-out", "--max-new-tokens", "--temperature", "--top-k",
         "--seed", "--threads",
+    },
+    "inspect": {"--text", "--output", "--max-tokens", "--layer", "--threads"},
+    "fidelity": {"--output", "--model", "--text", "--quick", "--threads"},
+    "compare": {
+        "--output", "--mixers", "--lengths", "--pure", "--budget", "--quick", "--threads",
     },
     "report": {"--output"},
 }  # fmt: skip
@@ -27,6 +35,26 @@ OPTIONS = {
 
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+class Interrupt:
+    """A finder of modules that is interrupted at one of them.
+
+    With ``reported`` that is said as transformers says what stops its lazy imports.
+    """
+
+    def __init__(self, module, reported=False):
+        self.module, self.reported = module, reported
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module:
+            return
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            if self.reported:
+                raise ModuleNotFoundError("Could not import module 'Trainer'") from error
+            raise
 
 
 def bad_input(*arguments):
@@ -134,6 +162,31 @@ def test_train_evaluate_generate_report(run, tmp_path):
     assert [row["length"] for row in report([run], tmp_path)] == [128, 128, 256, 256]
 
 
+def test_an_evaluation_says_what_it_does_not_measure_again(run):
+    options = ("--lengths", "128", "--num-centroids", "8,T/2", "--num-sequences", "2")
+    result = invoke("evaluate", run, f"{run}/", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("1 of 2 settings were measured before") == 1
+    assert "measured before" not in invoke("evaluate", run, *options, "--again").stdout
+
+
+def test_an_output_that_cannot_be_written_fails_before_the_work(run, tmp_path, monkeypatch):
+    def work(*arguments, **options):
+        pytest.fail("the work began")
+
+    for name in ("evaluate.load_run", "benchmark.benchmark", "train.make_model"):
+        monkeypatch.setattr(f"ovq.{name}", work)
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for output in (file, file / "below"):
+        for command in (["train", "demo-recall-ovq"], ["bench"], ["report", run]):
+            line = bad_input(*command, "-o", output)
+            assert line.startswith(f"ovq: --output must be a folder, got {output}"), line
+    line = bad_input("inspect", run, "--text", file, "-o", tmp_path)
+    assert line == f"ovq: --output must be a file, got the folder {tmp_path}"
+    assert file.read_text() == "precious"
+
+
 def test_a_prompt_with_tokens_the_vocabulary_lacks(run):
     line = bad_input("generate", run, "--prompt", "k3 hello")
     assert "hello" in line
@@ -176,3 +229,28 @@ def test_wrong_usage_is_one_line(arguments, named, monkeypatch, capsys):
     line = capsys.readouterr().err.strip()
     assert named in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("reported", [False, True])
+@pytest.mark.parametrize("module", ["ovq.recipes", "ovq.train", "ovq.run_config", "transformers"])
+def test_an_interrupt_while_a_command_imports_is_one_line(module, reported, monkeypatch, capsys):
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("ovq.recipes", "ovq.train", "ovq.run_config"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(module, reported), *sys.meta_path])
+    monkeypatch.setattr("sys.argv", ["ovq", "train", "demo-recall-ovq"])
+    with pytest.raises(SystemExit) as stopped:
+        run_command()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "ovq: interrupted\n"
+
+
+def test_an_interrupt_while_the_command_line_itself_imports_is_one_line(monkeypatch, capsys):
+    for name in [name for name in sys.modules if f"{name}.".startswith("typer.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Interrupt("typer"), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(ovq.cli.__file__)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "ovq: interrupted\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -9,43 +10,12 @@ import pytest
 import torch
 
 from ovq.evaluate import evaluate, generate, held_out_tokens, load_run, num_centroids_at
-from ovq.run_config import EvaluationConfig, RunConfig, TrainingConfig
+from ovq.run_config import RunConfig
 from ovq.runs import read_run, write_text
-from ovq.tasks import LanguageModelingTask, RecallTask
+from ovq.tasks import LanguageModelingTask
 from ovq.train import latest_checkpoint, train
 
-STEPS = 8
-
-
-def tiny_run(**training):
-    return RunConfig(
-        name="tiny",
-        task=RecallTask(
-            context_length=32,
-            num_queries=2,
-            num_keys=32,
-            num_values=4,
-            num_filler=4,
-            initial_tokens_per_pair=4,
-        ),
-        model={
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "layer_pattern": ["sliding_window", "ovq"],
-            "window_size": 4,
-            "dictionary": {"num_centroids": 8, "chunk_size": 4},
-        },
-        training=TrainingConfig(
-            **(
-                {"num_steps": STEPS, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 2}
-                | {"curriculum": True, "save_every": 3}
-                | training
-            )
-        ),
-        evaluation=EvaluationConfig(num_sequences=4),
-    )
+from .tiny import STEPS, tiny_run, tiny_text_run
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +77,101 @@ def test_a_killed_save_does_not_stop_the_resume(done, tmp_path):
     assert train(tiny_run(), folder)["training"]["losses"] == whole["training"]["losses"]
 
 
+def interrupted(config, folder, stop_at=4):
+    """A run stopped after some steps, with a checkpoint."""
+
+    def interrupt(step, steps, loss, rate):
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(config, folder, interrupt)["status"] == "interrupted"
+    return latest_checkpoint(folder)
+
+
+FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+
+
+def test_a_damaged_file_of_a_checkpoint_is_named_and_its_remedy_works(done, tmp_path):
+    """Cut off, with one other byte, or gone."""
+    folder = tmp_path / "run"
+    checkpoint = interrupted(tiny_run(), folder)
+    for name in [*FILES, "sha256.json"]:
+        path = checkpoint / name
+        whole = path.read_bytes()
+        flipped = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+        for content in (whole[: len(whole) // 2], flipped, None):
+            path.unlink() if content is None else path.write_bytes(content)
+            with pytest.raises(ValueError, match=rf"{checkpoint}.*") as caught:
+                train(tiny_run(), folder)
+            assert name in str(caught.value) or name == "sha256.json"
+            assert f"delete {checkpoint}" in str(caught.value)
+            assert "\n" not in str(caught.value)
+            path.write_bytes(whole)
+    shutil.rmtree(checkpoint)
+    assert train(tiny_run(), folder)["training"]["losses"] == done[1]["training"]["losses"]
+
+
+def test_a_text_that_changed_stops_the_resume_and_says_what_changed(tmp_path):
+    source, folder = tmp_path / "texts", tmp_path / "run"
+    source.mkdir()
+    text = "in the beginning " * 40
+    (source / "a.txt").write_text(text)
+    (source / "b.txt").write_text(text)
+    interrupted(tiny_text_run(source), folder)
+    for change, said in (
+        ({"a.txt": text + "x"}, "a.txt with 681 bytes, not 680"),
+        ({"a.txt": text.upper()}, "a.txt with other bytes"),
+        ({"c.txt": text}, "c.txt added"),
+        ({"b.txt": None}, "b.txt removed"),
+    ):
+        for name, content in change.items():
+            path = source / name
+            path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(ValueError, match=f"source must hold the text .*{said}"):
+            train(tiny_text_run(source), folder)
+        for name in ("a.txt", "b.txt"):
+            (source / name).write_text(text)
+        (source / "c.txt").unlink(missing_ok=True)
+    assert train(tiny_text_run(f"{source}/"), folder)["status"] == "done"
+    assert load_run(folder)[0].task.source == str(source)
+    (source / "a.txt").write_text(text.upper())
+    with pytest.raises(ValueError, match=r"source must hold the text .*a.txt with other bytes"):
+        load_run(folder)
+    with pytest.raises(ValueError, match=r"source must hold the text .*a.txt with other bytes"):
+        evaluate(folder)
+
+
+def test_a_folder_with_and_without_a_slash_is_one_source_and_another_is_not(tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("in the beginning " * 40)
+    shutil.copytree(tmp_path / "texts", tmp_path / "copy")
+    folder = tmp_path / "run"
+    interrupted(tiny_text_run(tmp_path / "texts"), folder)
+    with pytest.raises(ValueError, match=r"task.source = "):
+        train(tiny_text_run(tmp_path / "copy"), folder)
+    monkeypatch.chdir(tmp_path)
+    assert train(tiny_text_run("texts/"), folder)["status"] == "done"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64, 1.5, "3", None, True])
+def test_seeds_out_of_range_are_refused_before_anything_is_written(tmp_path, seed):
+    config = tiny_run()
+    object.__setattr__(config.training, "seed", seed)
+    with pytest.raises(ValueError, match=r"seed must (lie in \[0, 2\^32\)|be an integer), got"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_losses_that_are_no_numbers_are_null_in_the_run_file(tmp_path):
+    config = tiny_run(learning_rate=1e30, num_steps=4, warmup_steps=0)
+    model = config.model | {"layer_pattern": ["sliding_window"]}
+    run = train(replace(config, model=model), tmp_path / "run")
+    assert run["status"] == "done"
+    assert None in run["training"]["losses"]
+    text = (tmp_path / "run/run.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
 def test_a_run_that_is_done_is_not_trained_again(done):
     folder, run = done
     before = (folder / "run.json").read_bytes()
@@ -141,7 +206,7 @@ def test_evaluation_takes_any_length_and_any_number_of_centroids(done):
     assert settings == [(32, 8), (32, 8), (32, 16), (64, 8), (64, 16), (64, 32)]
     assert all(0 <= result["accuracy"] <= 1 and result["loss"] > 0 for result in results)
     assert results[5]["state_bytes"] > results[3]["state_bytes"]
-    again = evaluate(folder, lengths=(64,), num_centroids=("T/2",), num_sequences=2)
+    again = evaluate(folder, lengths=(64,), num_centroids=("T/2",), num_sequences=2, again=True)
     assert again == results[5:]
     assert len(read_run(folder)["evaluation"]["results"]) == len(results)
 

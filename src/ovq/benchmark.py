@@ -306,13 +306,21 @@ def peak_of_call(impl: str, length: int, num_centroids: int, config: BenchmarkCo
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         H, K = config.num_heads, config.head_dim
         state = OVQState.empty(1, H, K, K, dictionary=dictionary)
-        grid = ChunkGrid.of(1, q.shape[1], state.tail_length, None, config.chunk_size)
+        grid = ChunkGrid.of(1, q.shape[1], state.tail_length, None, dictionary)
         return chunked.forward(q, k, v, torch.full((H,), BETA), state, grid, None)[0]
 
     calls = {"sdpa": softmax_attention, "autograd": plain}
     call = calls[impl] if impl in calls else _ovq(impl, dictionary)
     _forward_backward(call, config.inputs(2 * config.chunk_size, torch.float32))()  # warm
-    run = _forward_backward(call, config.inputs(length, torch.float32))
+    return peak_during(_forward_backward(call, config.inputs(length, torch.float32)))
+
+
+def peak_during(run: Callable[[], Any]) -> int:
+    """Peak bytes of this process during a call, over those it held before.
+
+    Raises:
+        OSError: the system has no ``/proc``.
+    """
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         raise OSError("peak memory is measured through /proc, which this system lacks")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ovq.report import COLOURS, new_figure, save_figure
+from ovq.report import COLOURS, markdown_table, new_figure, save_figure
 from ovq.runs import write_text
 
 
@@ -31,11 +31,6 @@ def _medians(result: dict[str, Any], which: str, dtype: str) -> dict[tuple, floa
     }
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
-
-
 def times_table(result: dict[str, Any], which: str, dtype: str) -> str:
     """Seconds of softmax attention, and how many times as fast OVQ is, by length."""
     medians = _medians(result, which, dtype)
@@ -47,7 +42,7 @@ def times_table(result: dict[str, Any], which: str, dtype: str) -> str:
         + [f"{medians[length, 'sdpa', None] / medians[length, i, n]:.2f}x" for i, n in columns]
         for length in lengths
     ]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def decode_table(result: dict[str, Any]) -> str:
@@ -61,7 +56,7 @@ def decode_table(result: dict[str, Any]) -> str:
         + [f"{by[after, 'sdpa'] / by[after, impls[-1]]:.1f}x"]
         for after in sorted({after for after, _ in by})
     ]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def memory_table(result: dict[str, Any]) -> str:
@@ -74,7 +69,7 @@ def memory_table(result: dict[str, Any]) -> str:
         [f"{length:,}", *(f"{by[length, impl] / 2**20:,.0f}" for impl in impls)]
         for length in sorted({length for length, _ in by})
     ]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def floor_table(result: dict[str, Any]) -> str:
@@ -90,7 +85,7 @@ def floor_table(result: dict[str, Any]) -> str:
         ]
         for floor in result["floors"]
     ]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -131,7 +126,7 @@ def summary(result: dict[str, Any]) -> str:
             faster = [medians[t, "sdpa", None] / medians[t, impl, number] for t in lengths]
             label = f"{which}, {dtype}, N = {number:,}"
             rows.append([label, *(f"{ratio:.1f}x" for ratio in faster)])
-    return _table(["SDPA's time / OVQ's", *(f"{t:,} tokens" for t in lengths)], rows)
+    return markdown_table(["SDPA's time / OVQ's", *(f"{t:,} tokens" for t in lengths)], rows)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,10 +26,14 @@ try:
     from rich.table import Table
 except ImportError as error:
     sys.exit(f"ovq: the command line needs {error.name}: pip install 'ovq[all]'")
+except KeyboardInterrupt:
+    print("ovq: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 RUNS = Path("runs")
 INTERRUPTED = 130
 PROMPT_SHOWN = 400  # tokens
+LONG = 2.0  # seconds without a sign of life
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that typer carries
 
 app = typer.Typer(
@@ -54,7 +58,12 @@ def one_line_errors(command: Callable) -> Callable:
         except typer.Exit:  # a RuntimeError too
             raise
         except (ValueError, ImportError, OSError, RuntimeError) as error:
+            if _is_interrupt(error):
+                print("ovq: interrupted", file=sys.stderr)
+                raise typer.Exit(INTERRUPTED) from None
             message = " ".join(str(error).split())
+            if isinstance(error, ModuleNotFoundError) and "pip install" not in message:
+                message += ": pip install 'ovq[all]'"
             print(f"ovq: {message}", file=sys.stderr)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -62,6 +71,13 @@ def one_line_errors(command: Callable) -> Callable:
             raise typer.Exit(INTERRUPTED) from None
 
     return run
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: packages that import lazily report it as one of theirs."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @contextmanager
@@ -178,7 +194,9 @@ def train(
     if run["status"] == "interrupted":
         console.print(f"interrupted at step {step}: the same command goes on from {folder}")
         raise typer.Exit(INTERRUPTED)
-    console.print(f"{folder}: done, {step} steps, loss {run['training']['losses'][-1]:.3f}")
+    from ovq.report import number
+
+    console.print(f"{folder}: done, {step} steps, loss {number(run['training']['losses'][-1])}")
 
 
 @app.command()
@@ -192,26 +210,36 @@ def evaluate(
         str, typer.Option(help="Slots of the dictionary, such as 64,T/4 (T: the context).")
     ] = "",
     num_sequences: Annotated[int | None, typer.Option(help="Sequences a setting.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what was measured before.")] = False,
     threads: Threads = None,
 ) -> None:
-    """Evaluate runs at any context length and any number of centroids."""
+    """Evaluate runs at any context length and any number of centroids; goes on if interrupted."""
     from ovq.evaluate import evaluate as evaluate_run
+    from ovq.runs import distinct_folders
 
     _set_up(threads)
-    for folder in runs:
+    for folder in distinct_folders(runs):
         with _bar(str(folder), "{task.fields[last]}") as update:
 
             def progress(done: int, total: int, last: dict, update=update) -> None:
                 update(done, total, last=f"T={last['length']:,} accuracy {last['accuracy']:.3f}")
+
+            def known(found: int, total: int, folder=folder) -> None:
+                console.print(
+                    f"{folder}: {found} of {total} settings were measured before; "
+                    "--again measures them again"
+                )
 
             results = evaluate_run(
                 folder,
                 lengths=tuple(_numbers("lengths", lengths)),
                 num_centroids=tuple(part.strip() for part in num_centroids.split(",") if part),
                 num_sequences=num_sequences,
+                again=again,
                 progress=progress,
+                known=known,
             )
-        _print_results(folder.name, results)
+        _print_results(folder.resolve().name, results)
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -259,7 +287,7 @@ def generate(
     from ovq.evaluate import held_out_tokens, load_run
 
     _set_up(threads)
-    text = _read_text(prompt_file) if prompt_file is not None else prompt
+    text = prompt if prompt_file is None else _read_text("prompt_file", prompt_file)
     config, model = load_run(run)
     task = config.task
     ids = held_out_tokens(task, held_out or 1) if text is None else task.encode(text)
@@ -279,15 +307,62 @@ def generate(
     )
 
 
-def _read_text(path: Path) -> str:
+def _read_text(name: str, path: Path) -> str:
     data = path.read_bytes()
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"prompt_file must be UTF-8 text, got {path} with byte {data[error.start]:#04x} at "
+            f"{name} must be UTF-8 text, got {path} with byte {data[error.start]:#04x} at "
             f"{error.start}"
         ) from None
+
+
+@app.command()
+@one_line_errors
+def inspect(
+    run: Run,
+    text: Annotated[Path, typer.Option(help="A file with the text to look at.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path(
+        "inspect.html"
+    ),
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens from the start of the text.")
+    ] = 2048,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Index of one OVQ layer; all by default.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Show on one page which slots a text's tokens join and read, and how the dictionary grows."""
+    from ovq.runs import check_output_file
+
+    check_output_file(output)
+    _set_up(threads)
+    from ovq.evaluate import load_run
+    from ovq.inspection import inspect as inspect_text
+    from ovq.inspection import write_page
+
+    config, model = load_run(run)
+    written, begun = _read_text("text", text), time.perf_counter()
+    with _bar("reading") as update:
+
+        def progress(done: int, total: int) -> None:
+            if time.perf_counter() - begun > LONG:
+                update(done, total)
+
+        content = inspect_text(
+            model, config.task, written, name=config.name, source=text.name,
+            max_tokens=max_tokens, layer=layer, progress=progress,
+        )  # fmt: skip
+    size = write_page(content, output)
+    shown, given = len(content["tokens"]), content["num_tokens_of_text"]
+    of = "" if shown == given else f" of {given:,}"
+    console.print(
+        f"written: {output}, {size:,} bytes, {shown:,}{of} tokens in layers "
+        f"{', '.join(str(part['layer']) for part in content['layers'])}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 @app.command()
@@ -298,6 +373,9 @@ def bench(
     threads: Threads = None,
 ) -> None:
     """Time and memory beside PyTorch's softmax attention; run it alone on the machine."""
+    from ovq.runs import check_output_folder
+
+    check_output_folder(output)
     from ovq.benchmark import BenchmarkConfig, benchmark
     from ovq.benchmark_report import markdown, write
     from ovq.ops.ovq_attention.cpu.kernel import is_built
@@ -320,6 +398,96 @@ def bench(
     write(result, output)
     console.print(markdown(result), markup=False, soft_wrap=True)
     console.print(f"written: {output}/bench.json, table.md, bench.png")
+
+
+@app.command()
+@one_line_errors
+def compare(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder.")] = Path("compare"),
+    mixers: Annotated[
+        str, typer.Option(help="Names, such as full_attention,ovq; all by default.")
+    ] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, such as 2048,8192.")] = "",
+    pure: Annotated[
+        bool, typer.Option("--pure", help="The mixer in every layer, no sliding window.")
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(help="Seconds for one run; what would take longer is skipped.")
+    ] = 120.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Short lengths, a minute.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Every mixer in models of equal size; the same command goes on with what is there."""
+    from ovq.runs import check_output_folder
+
+    check_output_folder(output)
+    numbers = tuple(sorted(set(_numbers("lengths", lengths))))
+    _set_up(threads)
+    from ovq.comparison import ComparisonConfig
+    from ovq.comparison import compare as compare_mixers
+    from ovq.comparison.report import markdown, write
+
+    config = ComparisonConfig(pure=pure, budget=budget)
+    if quick:
+        config = replace(config, lengths=(512, 1024), num_repeats=2, decode_tokens=16)
+    if numbers:
+        config = replace(config, lengths=numbers)
+    if mixers:
+        config = replace(config, mixers=tuple(x.strip() for x in mixers.split(",") if x.strip()))
+    with _bar("compare", "{task.fields[last]}") as update:
+
+        def progress(done: int, total: int, last: str) -> None:
+            update(done, total, last=last)
+
+        result = compare_mixers(config, output / "compare.json", progress)
+    write(result, output)
+    console.print(markdown(result), markup=False, soft_wrap=True)
+    console.print(f"written: {output}/compare.json, table.md, compare.png")
+
+
+@app.command()
+@one_line_errors
+def fidelity(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder.")] = Path("fidelity"),
+    model: Annotated[
+        str | None,
+        typer.Option(help="A pretrained Llama-type model: a folder, a name, or a .gguf file."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="The text it reads.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short sequences, a minute.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Error against full attention at equal bytes; the same command goes on with what is there."""
+    if (model is None) != (text is None):
+        raise ValueError("--model and --text must be given together")
+    from ovq.fidelity.measure import FidelityConfig, drawn_samples, measure
+    from ovq.fidelity.report import markdown, write
+    from ovq.runs import check_output_folder
+
+    check_output_folder(output)
+    _set_up(threads)
+    config = FidelityConfig(model=model, text=text.name if text is not None else None)
+    if quick:
+        config = replace(config, length=1024, num_centroids=(32, 64, 128, 256), seeds=(0,))
+    samples, total = drawn_samples(config), 2 * len(config.seeds)
+    if model is not None and text is not None:
+        from ovq.fidelity.pretrained import capture, encode, load_pretrained
+
+        with console.status("loading the model"):
+            pretrained, tokenizer = load_pretrained(model)
+        ids = encode(tokenizer, _read_text("text", text), config.length)
+        samples = chain(samples, capture(pretrained, ids))
+        total += 2 * len(pretrained.base_model.layers)
+    with _bar("fidelity", "{task.fields[last]}") as update:
+
+        def progress(done: int, total: int, row: dict) -> None:
+            where = f"{row['distribution']} {row['part']}"
+            update(done, total, last=f"{where}, {row['method']}: {row['error']:.3f}")
+
+        result = measure(config, (samples, total), output / "fidelity.json", progress)
+    write(result, output)
+    console.print(markdown(result), markup=False, soft_wrap=True)
+    console.print(f"written: {output}/fidelity.json, table.md, fidelity.png")
 
 
 @app.command()
@@ -347,7 +515,7 @@ def run() -> None:
         where = context.command_path if context else "ovq"
         print(f"ovq: {error.format_message()} (see `{where} --help`)", file=sys.stderr)
         sys.exit(2)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         print("ovq: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
 

@@ -1,5 +1,6 @@
 """Measure a trained run: any context length, any number of centroids, other than trained too."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+try:
+    from safetensors import SafetensorError
+except ImportError as error:
+    raise ImportError(
+        f"ovq.evaluate needs {error.name or error}: pip install 'ovq[models]'"
+    ) from error
+
 from ovq.models import OVQCache, OVQForCausalLM
 from ovq.run_config import RunConfig, environment
-from ovq.runs import MODEL_FOLDER, read_run, write_run
-from ovq.tasks import Split, Task, TaskDataset
+from ovq.runs import MODEL_FOLDER, check_data, check_weights, read_run, write_run
+from ovq.tasks import Split, Task, TaskDataset, check_seed
 
 # Evaluation data has a seed of its own; the split keeps it apart from the training data anyway.
 EVALUATION_SEED = 1
@@ -22,13 +29,16 @@ TOKENS_PER_BATCH = 32_768
 
 # Called after every setting with those done, those in all, and the last result.
 Progress = Callable[[int, int, dict[str, Any]], None]
+# Called before the first setting with those measured before and those in all, if there are any.
+Known = Callable[[int, int], None]
 
 
 def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
     """The configuration and the trained model of a run folder, ready to evaluate.
 
     Raises:
-        ValueError: no run, one that is not done, or one whose model is damaged or another's.
+        ValueError: no run, one that is not done, one whose model is damaged or another's, or one
+            that was trained on a text that has changed since.
     """
     run = read_run(folder)
     config = RunConfig.from_dict(run["config"])
@@ -59,7 +69,17 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
                 f"RUN must hold the model of its own configuration, got {folder} with {name} = "
                 f"{held!r}, not {value!r}"
             )
+    check_weights(folder, run)
+    _check_text(run, config.task)
     return config, model.eval()
+
+
+def _check_text(run: dict[str, Any], task: Task) -> None:
+    try:
+        found = task.fingerprint()
+    except (ValueError, ImportError):
+        return  # a prompt may do without it; what does not says so
+    check_data(run, found)
 
 
 def num_centroids_at(setting: str, length: int) -> int:
@@ -87,24 +107,33 @@ def evaluate(
     lengths: tuple[int, ...] = (),
     num_centroids: tuple[str, ...] = (),
     num_sequences: int | None = None,
+    again: bool = False,
     progress: Progress | None = None,
+    known: Known | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a run and add the results to its run file, in place of equal settings' older ones.
+    """Evaluate a run and add each result to its run file as soon as it is there.
+
+    What the run file holds already is not measured again: the same length, number of centroids and
+    number of sequences, with the same seed, versions and device. So the call that was interrupted
+    goes on where it stopped.
 
     Args:
         folder: of a run that is done.
         lengths: context lengths; the recipe's when empty.
         num_centroids: settings as :func:`num_centroids_at` reads them; the recipe's when empty.
         num_sequences: at each setting; the recipe's when ``None``.
+        again: measure everything, in place of the older results.
         progress: called after every setting.
+        known: called with the number of settings that are not measured again.
 
     Returns:
         One dictionary a setting: length, num_centroids (``None`` without a dictionary), the setting
-        as written, sequences, loss in nats a labelled token, accuracy, and the bytes of state of
-        one row at the end.
+        as written, sequences, loss in nats a labelled token, accuracy, the bytes of state of one
+        row at the end, and the conditions it was measured under.
 
     Raises:
-        ValueError: as :func:`load_run`; settings out of their range.
+        ValueError: as :func:`load_run`; settings out of their range; a folder that cannot be
+            written to.
     """
     config, model = load_run(folder)
     given = replace(
@@ -115,40 +144,68 @@ def evaluate(
     )
     if given.num_sequences < 1:
         raise ValueError(f"num_sequences must be at least 1, got {given.num_sequences}")
-    has_dictionary = "ovq" in model.config.mixer_names
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"RUN must be a folder that can be written to, got {folder}")
     trained = str(model.config.dictionary["num_centroids"])
+    has_dictionary = "ovq" in model.config.mixer_names
     settings = (given.num_centroids or (trained,)) if has_dictionary else (None,)
-    for setting in settings:
-        if setting is not None:
-            num_centroids_at(setting, 1)
+    lengths, settings = tuple(dict.fromkeys(given.lengths)), tuple(dict.fromkeys(settings))
     trained_task = config.task.without_curriculum()
-    tasks = {length: trained_task.with_length(length) for length in given.lengths}
-    pairs = [(length, setting) for length in given.lengths for setting in settings]
-    results: list[dict[str, Any]] = []
-    for done, (length, setting) in enumerate(pairs, start=1):
-        number = None if setting is None else num_centroids_at(setting, length)
-        if number is not None:
-            model.set_dictionary(num_centroids=number, **_growth_at(length, config))
-        results.append(
-            {
-                "length": length,
-                "num_centroids": number,
-                "setting": setting,
-                **measure(model, tasks[length], given.num_sequences),
-            }
-        )
-        if progress is not None:
-            progress(done, len(pairs), results[-1])
-    run = read_run(folder)
-    kept = [
-        result
-        for result in run.get("evaluation", {}).get("results", [])
-        if (result["length"], result["setting"]) not in pairs
+    tasks = {length: trained_task.with_length(length) for length in lengths}
+    places = [
+        (length, setting, None if setting is None else num_centroids_at(setting, length))
+        for length in lengths
+        for setting in settings
     ]
-    ordered = sorted(kept + results, key=lambda r: (r["length"], r["num_centroids"] or 0))
+    found = {} if again else _measured(folder, given.num_sequences)
+    num_known = sum((length, number) in found for length, _, number in places)
+    if known is not None and num_known:
+        known(num_known, len(places))
+    results: list[dict[str, Any]] = []
+    for done, (length, setting, number) in enumerate(places, start=1):
+        if (length, number) not in found:
+            if number is not None:
+                model.set_dictionary(num_centroids=number, **_growth_at(length, config))
+            measured = measure(model, tasks[length], given.num_sequences)
+            found[length, number] = measured | {"conditions": _conditions()}
+        about = {"length": length, "num_centroids": number, "setting": setting}
+        results.append(about | found[length, number])
+        _keep(folder, results[-1])
+        if progress is not None:
+            progress(done, len(places), results[-1])
+    return results
+
+
+def _conditions() -> dict[str, Any]:
+    """What else a result depends on, beside its setting and the run."""
+    here = environment()
+    return {"seed": EVALUATION_SEED, "versions": here["versions"], "device": here["device"]}
+
+
+def _measured(folder: Path, num_sequences: int) -> dict[tuple[int, int | None], dict[str, Any]]:
+    """The results of the run file that were measured as they would be now, by setting."""
+    return {
+        (result["length"], result["num_centroids"]): {
+            name: value
+            for name, value in result.items()
+            if name not in ("length", "num_centroids", "setting")
+        }
+        for result in read_run(folder).get("evaluation", {}).get("results", [])
+        if result.get("conditions") == _conditions() and result["num_sequences"] == num_sequences
+    }
+
+
+def _keep(folder: Path, result: dict[str, Any]) -> None:
+    """Add a result to the run file, in place of an older one of the same setting."""
+    run = read_run(folder)
+    results = [
+        other
+        for other in run.get("evaluation", {}).get("results", [])
+        if (other["length"], other["setting"]) != (result["length"], result["setting"])
+    ]
+    ordered = sorted([*results, result], key=lambda r: (r["length"], r["num_centroids"] or 0))
     run["evaluation"] = {"seed": EVALUATION_SEED, **environment(), "results": ordered}
     write_run(folder, run)
-    return results
 
 
 def _growth_at(length: int, config: RunConfig) -> dict[str, int]:
@@ -223,6 +280,7 @@ def generate(
         raise ValueError("prompt must hold at least one token, got none")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    check_seed(seed, 2**63)
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     torch.manual_seed(seed)

@@ -4,9 +4,11 @@ A run folder holds ``run.json`` (configuration, versions, progress, metrics), ``
 training is done (safetensors), and ``checkpoints/`` while it is not.
 """
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,98 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:
-    """Write the run file of a folder."""
-    whole = {"format": RUN_FORMAT, "version": RUN_VERSION} | run
+    """Write the run file of a folder; numbers that JSON lacks, NaN and infinities, as null."""
+    whole = _finite({"format": RUN_FORMAT, "version": RUN_VERSION} | run)
     write_text(folder / RUN_FILE, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The digest of every file in a folder, by name."""
+    return {path.name: digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def weights_digests(folder: Path) -> dict[str, str]:
+    """Those of a run's trained weights alone."""
+    return {
+        name: found
+        for name, found in digests(folder / MODEL_FOLDER).items()
+        if name.endswith(".safetensors")
+    }
+
+
+def check_weights(folder: Path, run: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` unless the folder holds the weights that its run file tells of."""
+    told, found = run.get("weights"), weights_digests(folder)
+    if told is not None and told != found:
+        raise ValueError(
+            f"RUN must hold the weights that it trained, got {folder / MODEL_FOLDER} with "
+            f"{_short(found)}, not {_short(told)}"
+        )
+
+
+def _short(files: dict[str, str]) -> str:
+    return ", ".join(f"{name} {sha[:12]}" for name, sha in files.items()) or "none"
+
+
+def check_data(run: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+    """Raise a ``ValueError`` unless the data is what the run began with.
+
+    Args:
+        run: a run file's content; ``data`` in it is what was found when the run began.
+        found: bytes and digest of each file, as :meth:`ovq.tasks.Task.fingerprint` has them now.
+    """
+    told = run.get("data")
+    if told is None or told == found:
+        return
+    changes = [f"{name} removed" for name in sorted(told.keys() - found.keys())]
+    changes += [f"{name} added" for name in sorted(found.keys() - told.keys())]
+    for name in sorted(told.keys() & found.keys()):
+        before, now = told[name]["bytes"], found[name]["bytes"]
+        if told[name] != found[name]:
+            other = "other bytes" if before == now else f"{now:,} bytes, not {before:,}"
+            changes.append(f"{name} with {other}")
+    shown = ", ".join(changes[:5]) + (f" and {len(changes) - 5} more" if changes[5:] else "")
+    raise ValueError(f"source must hold the text that the run began with, got {shown}")
+
+
+def distinct_folders(folders: Iterable[Path]) -> list[Path]:
+    """The folders in order, each once, however its path is written."""
+    distinct: dict[Path, Path] = {}
+    for folder in folders:
+        distinct.setdefault(folder.resolve(), folder)
+    return list(distinct.values())
+
+
+def check_output_folder(path: Path) -> None:
+    """Raise a ``ValueError`` unless files could be written into this folder, made or to be made."""
+    at = path
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    if not at.is_dir():
+        raise ValueError(f"--output must be a folder, got {path}: {at} is a file")
+    if not os.access(at, os.W_OK | os.X_OK):
+        raise ValueError(f"--output must be a folder that can be written to, got {path}")
+
+
+def check_output_file(path: Path) -> None:
+    """Raise a ``ValueError`` unless this file could be written."""
+    if path.is_dir():
+        raise ValueError(f"--output must be a file, got the folder {path}")
+    check_output_folder(path.parent)
 
 
 def read_run(folder: Path) -> dict[str, Any]:

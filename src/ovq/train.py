@@ -1,5 +1,6 @@
 """Train a model on a task with ``transformers.Trainer``, in a folder that can be resumed."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,25 +12,41 @@ from types import FrameType
 from typing import Any
 
 import torch
-import transformers
-from filelock import FileLock, Timeout
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import (
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+
+try:
+    import transformers
+    from filelock import FileLock, Timeout
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+        set_seed,
+    )
+except ImportError as error:
+    raise ImportError(f"ovq.train needs {error.name or error}: pip install 'ovq[train]'") from error
 
 from ovq.models import OVQConfig, OVQForCausalLM
 from ovq.run_config import RunConfig, environment
-from ovq.runs import MODEL_FOLDER, RUN_FILE, read_run, write_run
-from ovq.tasks import LanguageModelingTask, Split, Task, TaskDataset
+from ovq.runs import (
+    MODEL_FOLDER,
+    RUN_FILE,
+    check_data,
+    check_output_folder,
+    digests,
+    read_run,
+    weights_digests,
+    write_run,
+    write_text,
+)
+from ovq.tasks import LanguageModelingTask, Split, Task, TaskDataset, check_seed
+from ovq.tasks.corpus import KJV
 
 CHECKPOINT_FOLDER = "checkpoints"
+DIGESTS_FILE = "sha256.json"  # of every other file of a checkpoint
 LOCK_FILE = ".lock"  # held while a run trains; a killed process lets go of it
 
 # Called after every step with steps done, steps in all, the loss, and tokens per second.
@@ -37,7 +54,12 @@ Progress = Callable[[int, int, float, float], None]
 
 
 def make_model(config: RunConfig) -> OVQForCausalLM:
-    """The untrained model of a run; its weights follow from the seed."""
+    """The untrained model of a run; its weights follow from the seed.
+
+    Raises:
+        ValueError: a field of the model, or the seed, out of its range.
+    """
+    check_seed(config.training.seed, 2**32)  # NumPy takes no other
     set_seed(config.training.seed)
     return OVQForCausalLM(OVQConfig(vocab_size=config.task.vocab_size, **config.model))
 
@@ -57,14 +79,18 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
         The run file's content; its ``status`` is ``"done"`` or ``"interrupted"``.
 
     Raises:
-        ValueError: the folder holds a run of another configuration, or files that are no run.
+        ValueError: the folder holds a run of another configuration, or files that are no run; the
+            text has changed since the run began; a checkpoint is damaged.
     """
+    check_seed(config.training.seed, 2**32)
     started = _check_folder(config, folder)
     if started and started["status"] == "done":
         if not (folder / MODEL_FOLDER / "model.safetensors").is_file():
             raise ValueError(f"--output must hold the model of its run, got {folder} without one")
         return started
     config.task.prepare()
+    if started:
+        check_data(started, config.task.fingerprint())
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK_FILE)
     try:
@@ -79,13 +105,16 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
 def _train(
     config: RunConfig, folder: Path, progress: Progress | None, started: dict[str, Any] | None
 ) -> dict[str, Any]:
-    model = make_model(config)
     checkpoint = latest_checkpoint(folder)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
+    model = make_model(config)
     run = started or {
         "config": config.to_dict(),
         "command": " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None,
         "seed": config.training.seed,
         "num_parameters": model.num_parameters(),
+        "data": config.task.fingerprint(),
         "seconds": 0.0,
         **environment(),
     }
@@ -119,6 +148,7 @@ def _train(
         run["status"] = "interrupted"
     else:
         save_model(model, config.task, folder / MODEL_FOLDER)
+        run["weights"] = weights_digests(folder)
         run["status"] = "done"
     write_run(folder, run)
     if run["status"] == "done":
@@ -144,13 +174,28 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
+def check_checkpoint(folder: Path) -> None:
+    """Raise a ``ValueError`` that names the file unless all files are as they were written."""
+    after = f"delete {folder}, and the same command trains from the start"
+    try:
+        told = json.loads((folder / DIGESTS_FILE).read_bytes())
+    except (OSError, ValueError):
+        told = {}
+    if not isinstance(told, dict) or not told:
+        raise ValueError(f"checkpoint must hold a whole {DIGESTS_FILE}, got none: {after}")
+    found = digests(folder)
+    for name, sha in told.items():
+        if found.get(name) != sha:
+            state = "damaged" if name in found else "missing"
+            raise ValueError(f"checkpoint must be whole, got {state} {folder / name}: {after}")
+
+
 def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """The run file of a run to resume; ``None`` for a new run."""
+    check_output_folder(folder)
     if not (folder / RUN_FILE).exists():
         held = [LOCK_FILE, CHECKPOINT_FOLDER]  # what a run killed before its first write leaves
-        if folder.exists() and (
-            not folder.is_dir() or any(path.name not in held for path in folder.iterdir())
-        ):
+        if folder.exists() and any(path.name not in held for path in folder.iterdir()):
             raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
         return None
     run = read_run(folder)
@@ -158,12 +203,18 @@ def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     for part in ("task", "model", "training"):
         for name in sorted(wanted[part].keys() | found[part].keys()):
             ours, theirs = wanted[part].get(name), found[part].get(name)
-            if ours != theirs:
+            if ours != theirs and not (name == "source" and _same_folder(ours, theirs)):
                 raise ValueError(
                     f"--output must be a folder without a run of another configuration, got "
                     f"{folder} with {part}.{name} = {theirs!r}, not {ours!r}"
                 )
     return run
+
+
+def _same_folder(one: Any, other: Any) -> bool:
+    """Whether two sources are one folder, with and without a slash at the end, say."""
+    names = [name for name in (one, other) if isinstance(name, str) and name != KJV]
+    return len(names) == 2 and Path(names[0]).resolve() == Path(names[1]).resolve()
 
 
 def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
@@ -198,9 +249,11 @@ class _Trainer(Trainer):
         super()._save_checkpoint(model, trial)
         partial = Path(self._get_output_dir(trial))
         step = self.state.global_step
+        saved = partial / f"checkpoint-{step}"
+        write_text(saved / DIGESTS_FILE, json.dumps(digests(saved), indent=1))
         place = partial.parent / f"step-{step}"
         shutil.rmtree(place, ignore_errors=True)
-        os.replace(partial / f"checkpoint-{step}", place)
+        os.replace(saved, place)
         for older in partial.parent.glob("step-*"):
             if older != place:
                 shutil.rmtree(older)

@@ -105,6 +105,32 @@ def test_progress_outside_its_range_raises(task, progress):
         draw(task, progress=progress)
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize("progress", ["1", None])
+def test_progress_of_another_type_raises(task, progress):
+    with pytest.raises(ValueError, match=r"progress must lie in \[0, 1\], got"):
+        draw(task, progress=progress)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("split", ["train", "evaluate", None, 0])
+def test_a_split_that_is_none_raises(task, split):
+    """A string would else draw from one of the halves without a word."""
+    for wrong in (
+        lambda: draw(task, split=split),
+        lambda: TaskDataset(task, num_sequences=1, seed=0, split=split),
+    ):
+        with pytest.raises(ValueError, match=rf"split must be one of .*TRAIN.*, got {split!r}"):
+            wrong()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("seed", [None, "1", 0.5, True])
+def test_a_seed_that_is_no_integer_raises(task, seed):
+    with pytest.raises(ValueError, match=rf"seed must be an integer, got {seed!r}"):
+        TaskDataset(task, num_sequences=1, seed=seed, split=Split.TRAIN)
+
+
 @pytest.mark.parametrize("length", [0, -3, True])
 def test_context_length_below_one_raises(task, length):
     with pytest.raises(ValueError, match=f"context_length must be .*got {length}"):

@@ -1,6 +1,6 @@
 """Tasks: what models are trained on and asked about. All of them are reconstructions."""
 
-from ovq.tasks.base import IGNORED, Split, Task, TaskDataset
+from ovq.tasks.base import IGNORED, Split, Task, TaskDataset, check_seed
 from ovq.tasks.corpus import held_out_split, read_corpus
 from ovq.tasks.language_modeling import LanguageModelingTask
 from ovq.tasks.recall import RecallTask
@@ -14,6 +14,7 @@ __all__ = [
     "Split",
     "Task",
     "TaskDataset",
+    "check_seed",
     "held_out_split",
     "read_corpus",
     "task_from_dict",

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int64
@@ -37,9 +37,23 @@ def check_at_least(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
+def check_split(split: object) -> None:
+    """Raise a ``ValueError`` unless this is a :class:`Split`; its name is none."""
+    if not isinstance(split, Split):
+        raise ValueError(f"split must be one of {[str(s) for s in Split]}, got {split!r}")
+
+
+def check_seed(seed: object, limit: int | None = None) -> None:
+    """Raise a ``ValueError`` unless this is an integer, in [0, ``limit``) if there is one."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed must be an integer, got {seed!r}")
+    if limit is not None and not 0 <= seed < limit:
+        raise ValueError(f"seed must lie in [0, 2^{limit.bit_length() - 1}), got {seed}")
+
+
 def check_progress(progress: float) -> None:
     """Raise a ``ValueError`` unless the progress of training lies in [0, 1]."""
-    if not 0.0 <= progress <= 1.0:
+    if not isinstance(progress, int | float) or not 0.0 <= progress <= 1.0:
         raise ValueError(f"progress must lie in [0, 1], got {progress!r}")
 
 
@@ -88,7 +102,7 @@ class Task(ABC):
             model is asked to predict it, -100 elsewhere. The model does the shift.
 
         Raises:
-            ValueError: ``progress`` outside [0, 1].
+            ValueError: ``progress`` outside [0, 1], or a ``split`` that is no :class:`Split`.
         """
 
     @abstractmethod
@@ -114,6 +128,10 @@ class Task(ABC):
     def without_curriculum(self: SomeTask) -> SomeTask:
         """The task as the end of training shows it, whatever the progress."""
         return self
+
+    def fingerprint(self) -> dict[str, dict[str, Any]]:
+        """``bytes`` and ``sha256`` of each file that the task reads, by name; none by default."""
+        return {}
 
     def prepare(self) -> None:
         """Load what the task reads from disk, so that bad sources raise here and not midway."""
@@ -154,7 +172,8 @@ class TaskDataset(Dataset[dict[str, Tensor]]):
             items are meant to be read in order.
 
     Raises:
-        ValueError: ``num_sequences`` out of its range.
+        ValueError: ``num_sequences`` out of its range, a ``seed`` that is no integer, or a
+            ``split`` that is no :class:`Split`.
 
     >>> from ovq.tasks import RecallTask, Split, TaskDataset
     >>> dataset = TaskDataset(RecallTask(), num_sequences=4, seed=0, split=Split.TRAIN)
@@ -168,6 +187,8 @@ class TaskDataset(Dataset[dict[str, Tensor]]):
         check_at_least("num_sequences", num_sequences, 1)
         if num_sequences >= 2**32:
             raise ValueError(f"num_sequences must be below 2^32, got {num_sequences}")
+        check_seed(seed)
+        check_split(split)
         self.task = task
         self.num_sequences = num_sequences
         self.seed = seed

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ovq.tasks.base import Split, Task, check_at_least, check_progress
-from ovq.tasks.corpus import held_out_split, read_corpus
+from ovq.tasks.base import Split, Task, check_at_least, check_progress, check_split
+from ovq.tasks.corpus import fingerprint, held_out_split, read_corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -90,11 +90,13 @@ class LanguageModelingTask(Task):
         """The ids of a split's whole part of the corpus, ``[num_tokens]`` int64.
 
         Raises:
-            ValueError, ImportError: as :meth:`prepare`.
+            ValueError: as :meth:`prepare`, or a ``split`` that is no :class:`Split`.
+            ImportError: as :meth:`prepare`.
         """
         return self._tokens(split).long()
 
     def _tokens(self, split: Split) -> Tensor:
+        check_split(split)
         merges = None if self.tokenizer == "bytes" else self.bpe_vocab_size
         tokens = _load_tokens(self.source, merges)[split]
         if len(tokens) < self.context_length:
@@ -103,6 +105,14 @@ class LanguageModelingTask(Task):
                 f"{self.source!r} has to {split.value}, got {self.context_length}"
             )
         return tokens
+
+    def fingerprint(self) -> dict[str, dict[str, Any]]:
+        """``bytes`` and ``sha256`` of each file of the source, by name.
+
+        Raises:
+            ValueError, ImportError: a source that cannot be read.
+        """
+        return fingerprint(self.source)
 
     def prepare(self) -> None:
         """Read and encode the corpus.

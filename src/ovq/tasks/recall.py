@@ -9,7 +9,16 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ovq.tasks.base import IGNORED, SomeTask, Split, Task, check_at_least, check_ids, check_progress
+from ovq.tasks.base import (
+    IGNORED,
+    SomeTask,
+    Split,
+    Task,
+    check_at_least,
+    check_ids,
+    check_progress,
+    check_split,
+)
 
 PAD = 0
 QUERY = 1
@@ -167,6 +176,7 @@ class RecallTask(Task):
         self, generator: torch.Generator, *, split: Split, progress: float = 1.0
     ) -> dict[str, Tensor]:
         """Draw one example, as drawn above; see :meth:`ovq.tasks.base.Task.example`."""
+        check_split(split)
         num_pairs, size = self.num_pairs_at(progress), (self.context_length,)
         context = torch.randint(self._first_filler, self.vocab_size, size, generator=generator)
         places = self._draw_places(generator, num_pairs)  # [num_pairs, key_length + value_length]
