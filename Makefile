@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two processes of one thread each: tests are small, and threads would only wait for one another.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: demo test check format clean
 
@@ -18,8 +20,8 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/ovq build || echo "going on without it: its tests are skipped"
-	$(BIN)/python -m pytest -m "not plain" --jaxtyping-packages=ovq,beartype.beartype
-	JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -m plain
+	$(TEST) -m "not plain" --jaxtyping-packages=ovq,beartype.beartype
+	JAXTYPING_DISABLE=1 $(TEST) -m plain
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -170,7 +170,11 @@ def times(config: FidelityConfig) -> list[dict[str, Any]]:
             METHODS[name].run(sample, num_bytes)
             if repeat:  # the first of each warms up
                 seconds[name].append(time.perf_counter() - begun)
-    return [{"method": n, "median": median(all_), "all": all_} for n, all_ in seconds.items()]
+    threads = torch.get_num_threads()
+    return [
+        {"method": name, "median": median(all_), "all": all_, "threads": threads}
+        for name, all_ in seconds.items()
+    ]
 
 
 def _begun(config: FidelityConfig, path: Path) -> dict[str, Any]:
@@ -179,7 +183,6 @@ def _begun(config: FidelityConfig, path: Path) -> dict[str, Any]:
         machine = {
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "ovq": ovq.__version__,
         }

@@ -102,7 +102,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_title(distribution)
-        axis.set_xlabel("bytes: those of the paper's state with N slots, N / T")
+        axis.set_xlabel("N / T, paper's state of equal bytes", fontsize=8)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("relative error of the output")

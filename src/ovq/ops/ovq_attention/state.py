@@ -234,7 +234,7 @@ def broken_bound(state: OVQState) -> tuple[str, str] | None:
         (f"num_active within [0, {N}]", active, all(0 <= n <= N for n in active)),
         (f"tail_length within [0, {L})", tail, all(0 <= n < L for n in tail)),
         (
-            f"num_absorbed in whole chunks of {C}",
+            f"num_absorbed of whole chunks of {C}",
             absorbed,
             all(n >= 0 and n % C == 0 for n in absorbed),
         ),

@@ -66,6 +66,12 @@ struct Call {
       TORCH_CHECK_VALUE(
           absorbed >= 0, "state must have num_absorbed of at least 0, got ", absorbed, " in row ",
           r);
+      TORCH_CHECK_VALUE(
+          absorbed % C == 0, "state must have num_absorbed in whole chunks of ", C, ", got ",
+          absorbed, " in row ", r);
+      TORCH_CHECK_VALUE(
+          absorbed == 0 || tail[r] >= W, "state must have tail_length of at least ", W,
+          " once tokens are absorbed, got ", tail[r], " in row ", r);
     }
   }
 
