@@ -254,3 +254,12 @@ def test_an_interrupt_while_the_command_line_itself_imports_is_one_line(monkeypa
         runpy.run_path(ovq.cli.__file__)
     assert stopped.value.code == 130
     assert capsys.readouterr().err == "ovq: interrupted\n"
+
+
+def test_fidelity_takes_a_model_and_a_text_together_and_reads_the_text_first(tmp_path):
+    folder = tmp_path / "out"
+    assert "given together" in bad_input("fidelity", "--model", "none", "-o", folder)
+    missing = bad_input(
+        "fidelity", "--model", "none", "--text", tmp_path / "no.txt", "-o", folder
+    )  # fmt: skip
+    assert "no.txt" in missing

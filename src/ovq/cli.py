@@ -473,9 +473,10 @@ def fidelity(
     if model is not None and text is not None:
         from ovq.fidelity.pretrained import capture, encode, load_pretrained
 
+        written = _read_text("text", text)
         with console.status("loading the model"):
             pretrained, tokenizer = load_pretrained(model)
-        ids = encode(tokenizer, _read_text("text", text), config.length)
+        ids = encode(tokenizer, written, config.length)
         samples = chain(samples, capture(pretrained, ids))
         total += 2 * len(pretrained.base_model.layers)
     with _bar("fidelity", "{task.fields[last]}") as update:
