@@ -67,7 +67,7 @@ def read_by_chunk(
     v: Float[Tensor, "1 T G V"],
 ) -> Iterator[ChunkRead]:
     """What a layer reads and learns from a sequence, from its start, chunk by chunk."""
-    C, state = layer.dictionary.chunk_size, layer.init_state(1).memory
+    C, state = layer.dictionary.chunk_size, layer.empty_memory(1, q.device)
     for start in range(0, q.shape[1], C):
         queries, keys, values = (x[:, start : start + C] for x in (q, k, v))
         weights = read_weights(queries, keys, layer.beta, state)
@@ -204,7 +204,7 @@ def _layer_content(
 ) -> dict[str, Any]:
     q, k, v, _ = mixer.queries_keys_values(hidden_states)
     active, top_slots, top_weights, on_dictionary = [], [], [], []
-    state = mixer.init_state(1).memory
+    state = mixer.empty_memory(1, q.device)
     for done, read in enumerate(read_by_chunk(mixer, q, k, v), start=1):
         top = read.on_slots.topk(min(num_slots, read.on_slots.shape[-1]), dim=-1)
         top_slots.append(top.indices)

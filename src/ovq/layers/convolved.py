@@ -126,6 +126,27 @@ class ConvolvedMixer(ProjectedMixer):
         Raises:
             ValueError: hidden states that do not fit, or a state of another batch size or mixer.
         """
+        q, k, v, past = self.queries_keys_values(hidden_states, state)
+        o, memory = self.mix(q, k, v, None if state is None else state.memory)
+        output = self.merge_heads(o.to(v.dtype))
+        return output, self.state_class(memory=memory, conv_inputs=past)
+
+    def queries_keys_values(
+        self, hidden_states: Float[Tensor, "B T D"], state: ConvolvedState | None = None
+    ) -> tuple[
+        Float[Tensor, "B T H K"],
+        Float[Tensor, "B T G K"],
+        Float[Tensor, "B T G V"],
+        Float[Tensor, "B P F"],
+    ]:
+        """What :meth:`mix` is called with.
+
+        Returns:
+            Queries, keys, values, and the last inputs of the short convolution after these tokens.
+
+        Raises:
+            ValueError: as :meth:`forward`.
+        """
         projected = self.project(hidden_states, state)
         past = self._initial_conv_inputs(len(hidden_states))
         if state is not None:
@@ -135,9 +156,7 @@ class ConvolvedMixer(ProjectedMixer):
             mixed, past = self.short_conv(torch.cat(projected, dim=-1), past)
             projected = mixed.split([x.shape[-1] for x in projected], dim=-1)
         q, k, v = (self.split_heads(x) for x in projected)
-        o, memory = self.mix(q, k, v, None if state is None else state.memory)
-        output = self.merge_heads(o.to(projected[0].dtype))
-        return output, ConvolvedState(memory=memory, conv_inputs=past)
+        return q, k, v, past
 
     def init_state(self, batch_size: int) -> ConvolvedState:
         """The state before the first token, on the device of the parameters.
@@ -145,7 +164,7 @@ class ConvolvedMixer(ProjectedMixer):
         The memory is in float32, in float64 with float64 parameters.
         """
         memory = self.empty_memory(batch_size, self.k_proj.weight.device)
-        return ConvolvedState(memory=memory, conv_inputs=self._initial_conv_inputs(batch_size))
+        return self.state_class(memory=memory, conv_inputs=self._initial_conv_inputs(batch_size))
 
     def state_size(self, num_tokens: int) -> int:
         """Bytes of one row: the same number after any number of tokens."""

@@ -1,24 +1,22 @@
 """Online vector-quantized attention as a layer: projections, unit norms, a temperature per head."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ovq.layers.base import MixerConfig
-from ovq.layers.projected import ProjectedMixer
-from ovq.layers.short_conv import ShortConvolution
+from ovq.layers.convolved import ConvolvedMixer, ConvolvedState
 from ovq.ops.ovq_attention import DictionaryConfig, OVQState, ovq_attention
 
 INITIAL_BETA = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class OVQAttentionState:
+class OVQAttentionState(ConvolvedState):
     """What the layer remembers, an immutable value of constant size with one row a sequence.
 
     Attributes:
@@ -27,47 +25,9 @@ class OVQAttentionState:
     """
 
     memory: OVQState
-    conv_inputs: Float[Tensor, "B P F"]
-
-    @classmethod
-    def concat(cls, states: Sequence["OVQAttentionState"]) -> "OVQAttentionState":
-        """One state with the rows of several, in order."""
-        return cls(
-            memory=OVQState.concat([state.memory for state in states]),
-            conv_inputs=torch.cat([state.conv_inputs for state in states]),
-        )
-
-    @property
-    def num_rows(self) -> int:
-        """Number of sequences."""
-        return self.memory.num_rows
-
-    @property
-    def num_tokens(self) -> Int[Tensor, " B"]:
-        """Tokens seen so far by each row, ``[B]`` int64."""
-        return self.memory.num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all the tensors held."""
-        conv_bytes = self.conv_inputs.numel() * self.conv_inputs.element_size()
-        return self.memory.num_bytes + conv_bytes
-
-    def select_rows(self, rows: Int[Tensor, " R"]) -> "OVQAttentionState":
-        """The state with its rows picked, and repeated, by index, as beam search needs it."""
-        inputs = self.conv_inputs.index_select(0, rows.to(self.conv_inputs.device))
-        return type(self)(memory=self.memory.select_rows(rows), conv_inputs=inputs)
-
-    def detach(self) -> "OVQAttentionState":
-        """The same numbers, cut from the autograd graph."""
-        return type(self)(memory=self.memory.detach(), conv_inputs=self.conv_inputs.detach())
-
-    def to(self, device: torch.device | str) -> "OVQAttentionState":
-        """The same state on another device."""
-        return type(self)(memory=self.memory.to(device), conv_inputs=self.conv_inputs.to(device))
 
 
-class OVQAttention(ProjectedMixer):
+class OVQAttention(ConvolvedMixer):
     """Attention to the present chunk and to a dictionary learned in the forward pass.
 
     Queries and keys have unit norm, no position is encoded, and the inverse temperature ``beta`` is
@@ -96,6 +56,7 @@ class OVQAttention(ProjectedMixer):
     """
 
     state_class = OVQAttentionState
+    memory_class = OVQState
 
     def __init__(
         self,
@@ -107,11 +68,11 @@ class OVQAttention(ProjectedMixer):
         dictionary: DictionaryConfig,
         use_short_conv: bool = False,
     ):
-        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim)
+        super().__init__(
+            hidden_size, num_heads, num_kv_heads, head_dim, use_short_conv=use_short_conv
+        )
         self.dictionary = dictionary
         self.log_beta = nn.Parameter(torch.empty(num_heads))
-        channels = (num_heads + 2 * num_kv_heads) * head_dim
-        self.short_conv = ShortConvolution(channels) if use_short_conv else None
         self.init_parameters()
 
     @classmethod
@@ -139,20 +100,6 @@ class OVQAttention(ProjectedMixer):
         """Run the same weights with another dictionary; states made before no longer fit."""
         self.dictionary = dictionary
 
-    def forward(
-        self, hidden_states: Float[Tensor, "B T D"], state: OVQAttentionState | None = None
-    ) -> tuple[Float[Tensor, "B T D"], OVQAttentionState]:
-        """Mix the tokens.
-
-        Raises:
-            ValueError: hidden states that do not fit, or a state of another batch size or
-                dictionary.
-        """
-        q, k, v, past = self.queries_keys_values(hidden_states, state)
-        memory = None if state is None else state.memory
-        o, memory = ovq_attention(q, k, v, self.beta, memory, dictionary=self.dictionary)
-        return self.merge_heads(o), OVQAttentionState(memory=memory, conv_inputs=past)
-
     def queries_keys_values(
         self, hidden_states: Float[Tensor, "B T D"], state: OVQAttentionState | None = None
     ) -> tuple[
@@ -161,59 +108,26 @@ class OVQAttention(ProjectedMixer):
         Float[Tensor, "B T G V"],
         Float[Tensor, "B P F"],
     ]:
-        """What the operator is called with, queries and keys of unit norm.
-
-        Returns:
-            Queries, keys, values, and the last inputs of the short convolution after these tokens.
-
-        Raises:
-            ValueError: as :meth:`forward`.
-        """
-        projected = self.project(hidden_states, state)
-        if state is None:
-            past = self._initial_conv_inputs(len(hidden_states))
-        else:
-            past = state.conv_inputs
-            self._check_conv_inputs(past, len(hidden_states))
-        if self.short_conv is not None:
-            mixed, past = self.short_conv(torch.cat(projected, dim=-1), past)
-            projected = mixed.split([x.shape[-1] for x in projected], dim=-1)
-        q, k, v = (self.split_heads(x) for x in projected)
+        """As in the base class, queries and keys of unit norm."""
+        q, k, v, past = super().queries_keys_values(hidden_states, state)
         return unit_norm(q), unit_norm(k), v, past
 
-    def init_state(self, batch_size: int) -> OVQAttentionState:
-        """The state before the first token, on the device of the parameters.
+    def mix(
+        self,
+        q: Float[Tensor, "B T H K"],
+        k: Float[Tensor, "B T G K"],
+        v: Float[Tensor, "B T G V"],
+        memory: OVQState | None,
+    ) -> tuple[Float[Tensor, "B T H V"], OVQState]:
+        """The operator with this layer's temperatures and dictionary."""
+        return ovq_attention(q, k, v, self.beta, memory, dictionary=self.dictionary)
 
-        The memory is in float32, in float64 with float64 parameters.
-        """
-        weight = self.k_proj.weight
-        memory = self._empty_memory(batch_size, weight.device)
-        return OVQAttentionState(memory=memory, conv_inputs=self._initial_conv_inputs(batch_size))
-
-    def state_size(self, num_tokens: int) -> int:
-        """Bytes of one row: the same number after any number of tokens."""
-        conv_inputs = self._initial_conv_inputs(1)
-        conv_bytes = conv_inputs.numel() * conv_inputs.element_size()
-        return self._empty_memory(1, torch.device("meta")).num_bytes + conv_bytes
-
-    def _empty_memory(self, batch_size: int, device: torch.device) -> OVQState:
+    def empty_memory(self, batch_size: int, device: torch.device) -> OVQState:
+        """Dictionaries without slots."""
         return OVQState.empty(
             batch_size, self.num_kv_heads, self.head_dim, self.head_dim,
             dictionary=self.dictionary, dtype=self.k_proj.weight.dtype, device=device,
         )  # fmt: skip
-
-    def _initial_conv_inputs(self, batch_size: int) -> Float[Tensor, "B P F"]:
-        if self.short_conv is None:
-            return self.log_beta.new_zeros(batch_size, 0, 0)
-        return self.short_conv.init_state(batch_size)
-
-    def _check_conv_inputs(self, past: Tensor, batch_size: int) -> None:
-        wanted = self._initial_conv_inputs(batch_size).shape
-        if past.shape != wanted:
-            raise ValueError(
-                f"state must hold convolution inputs {tuple(wanted)} for this batch and layer, "
-                f"got {tuple(past.shape)}"
-            )
 
 
 def unit_norm(x: Float[Tensor, "*shape K"]) -> Float[Tensor, "*shape K"]:
