@@ -72,7 +72,8 @@ def test_states_of_other_mixers_raise(config):
         (vq(x)[1], "state must hold a memory of class LinearAttentionState, got VQState"),
         (normalized(x)[1], r"state must hold sums \(2, 8, 8\).* got \(2, 8, 9\)"),
         (convolved(x)[1], r"convolution inputs \(1, 0, 0\).* got \(1, 3, 64\)"),
-        (build_mixer("ovq", config, 0)(x)[1], "state must be of class ConvolvedState"),
+        (build_mixer("ovq", config, 0)(x)[1], "of class LinearAttentionState, got OVQState"),
+        (build_mixer("full_attention", config, 0)(x)[1], "state must be of class ConvolvedState"),
     ):
         with pytest.raises(ValueError, match=message):
             plain(x, state)
