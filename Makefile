@@ -4,9 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two processes of one thread each: tests are small, and threads would only wait for one another.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo test check format clean
+# Another transformers than that of constraints.txt: by default the oldest the package allows.
+VERSION ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+OTHER := .venv-transformers-$(VERSION)
+WITH_TRANSFORMERS := tests/models tests/parity tests/test_train.py tests/test_runs.py
+
+.PHONY: demo test test-transformers check format clean
 
 # Resumable: what is trained is not trained again.
 RECALL := $(addprefix runs/demo-recall-,sliding-window full-attention ovq)
@@ -22,6 +27,13 @@ test: $(READY)
 	@$(BIN)/ovq build || echo "going on without it: its tests are skipped"
 	$(TEST) -m "not plain" --jaxtyping-packages=ovq,beartype.beartype
 	JAXTYPING_DISABLE=1 $(TEST) -m plain
+
+# `make test-transformers VERSION=5.20.2` for another; each has an environment of its own.
+test-transformers: BIN := $(OTHER)/bin
+test-transformers: $(OTHER)/.ready
+	@$(BIN)/python -c 'import transformers as t; print("transformers", t.__version__)'
+	$(TEST) -m "not plain" --jaxtyping-packages=ovq,beartype.beartype $(WITH_TRANSFORMERS)
+	JAXTYPING_DISABLE=1 $(TEST) -m plain $(WITH_TRANSFORMERS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -42,5 +54,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' -c constraints.txt
 	@touch $@
 
+# What depends on the version of transformers finds its own.
+$(OTHER)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -Ev '^(transformers|huggingface_hub|tokenizers)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet torch -c $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --editable '.[train]' 'transformers==$(VERSION)' \
+	  beartype hypothesis pytest pytest-xdist -c $(OTHER)/constraints.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist src/*.egg-info
+	rm -rf $(VENV) .venv-transformers-* runs build dist src/*.egg-info

@@ -19,11 +19,15 @@ OPTIONS = {
     "bench": {"--output", "--quick", "--threads"},
     "recipes": set(),
     "train": {"--output", "--seed", "--steps", "--source", "--threads"},
-    "evaluate": {"--lengths", "--num-centroids", "--num-sequences", "--again", "--threads"},
+    "evaluate": {
+        "--lengths", "--num-centroids", "--num-sequences", "--tasks", "--data", "--limit",
+        "--batch-size", "--output", "--again", "--threads",
+    },
     "generate": {
         "--prompt", "--prompt-file", "--held-out", "--max-new-tokens", "--temperature", "--top-k",
-        "--seed", "--threads",
+        "--seed", "--state", "--threads",
     },
+    "read": {"--file", "--output", "--state", "--max-tokens", "--record", "--threads"},
     "inspect": {"--text", "--output", "--max-tokens", "--layer", "--threads"},
     "fidelity": {"--output", "--model", "--text", "--quick", "--threads"},
     "compare": {
@@ -185,6 +189,69 @@ def test_an_output_that_cannot_be_written_fails_before_the_work(run, tmp_path, m
     line = bad_input("inspect", run, "--text", file, "-o", tmp_path)
     assert line == f"ovq: --output must be a file, got the folder {tmp_path}"
     assert file.read_text() == "precious"
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file that recall runs can read."""
+    path = tmp_path / "pairs.txt"
+    path.write_text("f1 f2 k3 v4 f5 f6 k7 v8 f9 ? k3")
+    return path
+
+
+def test_read_and_go_on(run, text, tmp_path):
+    state, record = tmp_path / "pairs.state", tmp_path / "record.json"
+    read = ("read", run, "--file", text, "-o", state)
+    result = invoke(*read, "--max-tokens", "9", "--record", record)
+    assert result.exit_code == 0, result.output
+    assert "9 tokens read in" in result.stdout
+    assert json.loads(record.read_text())["file_bytes"] == state.stat().st_size
+    for prompt in ([], ["--prompt", "? k7"]):
+        result = invoke("generate", run, "--state", state, *prompt, "--max-new-tokens", "2")
+        assert result.exit_code == 0, result.output
+        assert "9 tokens of pairs.txt" in result.stdout
+        assert f"after the {9 + 2 * bool(prompt)} tokens in all" in result.stdout
+    result = invoke(*read[:-1], tmp_path / "both.state", "--state", state)
+    assert result.exit_code == 0, result.output
+    assert "after 20 tokens" in result.stdout
+
+
+def test_an_interrupted_read_goes_on(run, text, tmp_path, monkeypatch):
+    import ovq.reading
+
+    def interrupted(model, ids, reading, piece):
+        yield next(ovq.reading.read_pieces(model, ids, reading, 4))
+        raise KeyboardInterrupt
+
+    command = ("read", run, "--file", text, "-o", tmp_path / "pairs.state")
+    monkeypatch.setattr(ovq.reading, "read_pieces", ovq.reading.read, raising=False)
+    monkeypatch.setattr(ovq.reading, "read", interrupted)
+    result = invoke(*command)
+    assert result.exit_code == 130
+    assert "interrupted at token 4 of 11: the same command goes on" in result.stdout
+    monkeypatch.undo()
+    result = invoke(*command)
+    assert result.exit_code == 0, result.output
+    assert "7 tokens read in" in result.stdout
+
+
+def test_what_cannot_be_read(run, text, tmp_path):
+    state, empty, latin = (tmp_path / name for name in ("a.state", "empty.txt", "latin.txt"))
+    empty.write_text("")
+    latin.write_bytes(b"caf\xe9")
+
+    def line(file=text, output=state, *options):
+        return bad_input("read", run, "--file", file, "-o", output, *options)
+
+    assert "nowhere.txt" in line(tmp_path / "nowhere.txt")
+    assert "file must be UTF-8" in line(latin)
+    assert "text must hold at least one token" in line(empty)
+    assert "--output must be a new file or a state file" in line(text, text)
+    assert "--output must be a file, got the folder" in line(text, tmp_path)
+    assert "--output must be another file than --state" in line(text, state, "--state", state)
+    assert "path must be a whole safetensors file" in line(text, state, "--state", text)
+    assert "path must" in bad_input("generate", run, "--state", text)
+    assert not state.exists()
 
 
 def test_a_prompt_with_tokens_the_vocabulary_lacks(run):

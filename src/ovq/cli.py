@@ -1,11 +1,12 @@
 """The command line: ``ovq train``, ``evaluate``, ``generate``, ``report`` and the rest."""
 
 import functools
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -210,10 +211,31 @@ def evaluate(
         str, typer.Option(help="Slots of the dictionary, such as 64,T/4 (T: the context).")
     ] = "",
     num_sequences: Annotated[int | None, typer.Option(help="Sequences a setting.")] = None,
+    tasks: Annotated[
+        str, typer.Option(help="Tasks of lm-eval, such as piqa,arc_easy; RUN is then any model.")
+    ] = "",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the tasks' items; the hub's by default.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First items of each task only.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of tasks; changes no score.")] = 8,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A JSON file for the tasks' scores, not the run file."),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what was measured before.")] = False,
     threads: Threads = None,
 ) -> None:
-    """Evaluate runs at any context length and any number of centroids; goes on if interrupted."""
+    """Evaluate runs at any length and dictionary, or models on tasks; goes on if interrupted."""
+    if tasks:
+        if lengths or num_centroids or num_sequences is not None:
+            raise ValueError(
+                "--lengths, --num-centroids and --num-sequences do not go with --tasks"
+            )
+        _evaluate_tasks(runs, tasks, data, limit, batch_size, output, again, threads)
+        return
+    if data is not None or limit is not None or output is not None:
+        raise ValueError("--data, --limit and --output go with --tasks only")
     from ovq.evaluate import evaluate as evaluate_run
     from ovq.runs import distinct_folders
 
@@ -240,6 +262,47 @@ def evaluate(
                 known=known,
             )
         _print_results(folder.resolve().name, results)
+
+
+def _evaluate_tasks(
+    models: list[Path], names: str, data: Path | None, limit: int | None, batch_size: int,
+    output: Path | None, again: bool, threads: int | None,
+) -> None:  # fmt: skip
+    from ovq.runs import distinct_folders
+
+    with console.status("lm-eval looks for the tasks; its own list takes half a minute"):
+        import datasets
+
+        from ovq.harness import evaluate_tasks, load_tasks, table
+
+        _set_up(threads)
+        if data is not None:
+            datasets.disable_progress_bars()  # of cleaning items; a download's stay
+        if not logging.getLogger().isEnabledFor(logging.INFO):
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        tasks = load_tasks([name.strip() for name in names.split(",") if name.strip()], data)
+    results = []
+    for model in distinct_folders(models):
+        with ExitStack() as bars:
+            updates: dict[str, Callable[..., None]] = {}
+
+            def progress(task: str, done: int, total: int, bars=bars, updates=updates, of=model):
+                if task not in updates:
+                    bars.close()  # the last task's
+                    updates[task] = bars.enter_context(_bar(f"{of} {task}"))
+                updates[task](done, total)
+
+            def known(found: int, total: int, of: Path = model) -> None:
+                console.print(
+                    f"{of}: {found} of {total} tasks were measured before; --again measures them "
+                    "again"
+                )
+
+            results += evaluate_tasks(
+                str(model), tasks, limit=limit, batch_size=batch_size, output=output, again=again,
+                progress=progress, known=known,
+            )  # fmt: skip
+    _print_table(*table(results))
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -278,33 +341,95 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.7,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the likeliest.")] = None,
     seed: int = 0,
+    state: Annotated[
+        Path | None, typer.Option(help="What `ovq read` wrote; then a prompt may be left out.")
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Continue a prompt; once the window is full, the state keeps its size."""
-    if sum(given is not None for given in (prompt, prompt_file, held_out)) != 1:
-        raise ValueError("exactly one of --prompt, --prompt-file and --held-out must be given")
+    num_prompts = sum(given is not None for given in (prompt, prompt_file, held_out))
+    if num_prompts != 1 and (num_prompts or state is None):
+        raise ValueError(
+            "exactly one of --prompt, --prompt-file and --held-out must be given, none with --state"
+        )
     from ovq.evaluate import generate as continue_prompt
     from ovq.evaluate import held_out_tokens, load_run
+    from ovq.reading import Reading
 
     _set_up(threads)
     text = prompt if prompt_file is None else _read_text("prompt_file", prompt_file)
     config, model = load_run(run)
     task = config.task
-    ids = held_out_tokens(task, held_out or 1) if text is None else task.encode(text)
+    reading = Reading() if state is None else Reading.load(state, model=model)
+    ids = task.encode(text or "") if held_out is None else held_out_tokens(task, held_out)
     with console.status(f"{len(ids):,} tokens of prompt, then {max_new_tokens:,} new ones"):
         new, before, after = continue_prompt(
             model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            seed=seed,
+            seed=seed, cache=reading.cache, next_logits=reading.next_logits,
         )  # fmt: skip
-    console.rule("the end of the prompt" if len(ids) > PROMPT_SHOWN else "the prompt", align="left")
-    console.print(task.decode(ids[-PROMPT_SHOWN:]), markup=False, soft_wrap=True)
-    console.rule("the model goes on", align="left")
-    console.print(task.decode(new), markup=False, soft_wrap=True)
+    if reading.sources:
+        _print_part("what was read", ", then ".join(map(str, reading.sources)))
+    if len(ids):
+        name = "the end of the prompt" if len(ids) > PROMPT_SHOWN else "the prompt"
+        _print_part(name, task.decode(ids[-PROMPT_SHOWN:]))
+    _print_part("the model goes on", task.decode(new))
     console.rule()
+    of = "in all" if reading.sources else "of the prompt"
     console.print(
-        f"state: {before:,} bytes after the {len(ids):,} tokens of the prompt, {after:,} bytes "
-        f"after {len(new):,} more"
+        f"state: {before:,} bytes after the {reading.num_tokens + len(ids):,} tokens {of}, "
+        f"{after:,} bytes after {len(new):,} more"
     )
+
+
+def _print_part(name: str, text: str) -> None:
+    console.rule(name, align="left")
+    console.print(text, markup=False, soft_wrap=True)
+
+
+@app.command()
+@one_line_errors
+def read(
+    run: Run,
+    file: Annotated[Path, typer.Option(help="A file with the text to read.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The state file.")],
+    state: Annotated[
+        Path | None, typer.Option(help="A state file of what was read before.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from the start of the text; all by default.")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="A JSON file for what was measured.")] = None,
+    threads: Threads = None,
+) -> None:
+    """Read a text into a state file, in bounded memory; goes on if interrupted."""
+    from ovq.runs import check_output_file, write_text
+
+    for path in (output, record):
+        if path is not None:
+            check_output_file(path)
+    _set_up(threads)
+    from ovq.evaluate import load_run
+    from ovq.reading import ReadingInterruptedError, begin_reading, check_output, read_to_file
+    from ovq.reading_report import record_of, summary
+
+    check_output(output, state)
+    text = _read_text("file", file)
+    config, model = load_run(run)
+    with console.status(f"the tokens of {file.name}"):
+        ids = config.task.encode(text)[:max_tokens]
+    begin = begin_reading(model, state, name=file.name, text=text, num_tokens=len(ids))
+    begun = time.perf_counter()
+    try:
+        with _bar(f"reading {file.name}") as update:
+            reading, num_new = read_to_file(model, ids, output, begin=begin, progress=update)
+    except ReadingInterruptedError as interrupt:
+        console.print(f"{interrupt}: the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    seconds = time.perf_counter() - begun
+    found = record_of(model, reading, output, run=config.name, num_new=num_new, seconds=seconds)
+    console.print(summary(found), markup=False, soft_wrap=True)
+    if record is not None:
+        write_text(record, json.dumps(found, indent=1) + "\n")
 
 
 def _read_text(name: str, path: Path) -> str:
@@ -460,7 +585,7 @@ def fidelity(
     """Error against full attention at equal bytes; the same command goes on with what is there."""
     if (model is None) != (text is None):
         raise ValueError("--model and --text must be given together")
-    from ovq.fidelity.measure import FidelityConfig, drawn_samples, measure
+    from ovq.fidelity.measure import FidelityConfig, begun, drawn_samples, measure
     from ovq.fidelity.report import markdown, write
     from ovq.runs import check_output_folder
 
@@ -470,22 +595,22 @@ def fidelity(
     if quick:
         config = replace(config, length=1024, num_centroids=(32, 64, 128, 256), seeds=(0,))
     samples, total = drawn_samples(config), 2 * len(config.seeds)
+    path, data = output / "fidelity.json", {}
     if model is not None and text is not None:
-        from ovq.fidelity.pretrained import capture, encode, load_pretrained
+        from ovq.fidelity.pretrained import fingerprint, pretrained_samples
 
-        written = _read_text("text", text)
-        with console.status("loading the model"):
-            pretrained, tokenizer = load_pretrained(model)
-        ids = encode(tokenizer, written, config.length)
-        samples = chain(samples, capture(pretrained, ids))
-        total += 2 * len(pretrained.base_model.layers)
+        written, data = _read_text("text", text), fingerprint(model, text)
+        if begun(config, path, data)["status"] != "done":
+            with console.status("loading the model"):
+                of_model, number = pretrained_samples(model, written, config.length)
+            samples, total = chain(samples, of_model), total + number
     with _bar("fidelity", "{task.fields[last]}") as update:
 
         def progress(done: int, total: int, row: dict) -> None:
             where = f"{row['distribution']} {row['part']}"
             update(done, total, last=f"{where}, {row['method']}: {row['error']:.3f}")
 
-        result = measure(config, (samples, total), output / "fidelity.json", progress)
+        result = measure(config, (samples, total), path, progress, data)
     write(result, output)
     console.print(markdown(result), markup=False, soft_wrap=True)
     console.print(f"written: {output}/fidelity.json, table.md, fidelity.png")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 try:
     from safetensors import SafetensorError
@@ -19,6 +20,8 @@ except ImportError as error:
     ) from error
 
 from ovq.models import OVQCache, OVQForCausalLM
+from ovq.models.cache import CACHE_FIELD
+from ovq.reading import PIECE
 from ovq.run_config import RunConfig, environment
 from ovq.runs import MODEL_FOLDER, check_data, check_weights, read_run, write_run
 from ovq.tasks import Split, Task, TaskDataset, check_seed
@@ -259,25 +262,29 @@ def generate(
     temperature: float,
     top_k: int | None = None,
     seed: int = 0,
+    cache: OVQCache | None = None,
+    next_logits: Tensor | None = None,
 ) -> tuple[list[int], int, int]:
-    """Continue a prompt.
+    """Continue a prompt, or what was read before it.
 
     Args:
         model: in evaluation mode.
-        prompt: ``[T]`` token ids, at least one.
+        prompt: ``[T]`` token ids, at least one unless ``next_logits`` are given.
         max_new_tokens: tokens to generate.
         temperature: 0 for the likeliest token each time, above 0 for sampling.
         top_k: sample among so many likeliest tokens only.
         seed: of the sampling.
+        cache: what the model remembers from before the prompt, one row. It is not changed.
+        next_logits: of the first token after it, ``[1, vocab_size]``; an empty prompt needs them.
 
     Returns:
         The new token ids, the bytes of state after the prompt, and those at the end.
 
     Raises:
-        ValueError: an empty prompt, or a number out of its range.
+        ValueError: an empty prompt with no logits to go on from, or a number out of its range.
     """
-    if prompt.numel() == 0:
-        raise ValueError("prompt must hold at least one token, got none")
+    if prompt.numel() == 0 and (cache is None or next_logits is None):
+        raise ValueError("prompt must hold at least one token without a state to go on from")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     check_seed(seed, 2**63)
@@ -285,6 +292,12 @@ def generate(
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     torch.manual_seed(seed)
     state_bytes: list[int] = []
+    first: list[int] = []
+    if prompt.numel() == 0 and cache is not None and next_logits is not None:
+        first = [_chosen(next_logits, temperature, top_k)]
+        state_bytes, prompt = [cache.num_bytes], torch.tensor(first)
+    if max_new_tokens == len(first):
+        return first, state_bytes[0], state_bytes[0]
 
     def note_state(module: OVQForCausalLM, inputs: tuple, output: Any) -> None:
         held = getattr(output, "cache", None) or output.past_key_values
@@ -292,15 +305,28 @@ def generate(
             state_bytes.append(held.num_bytes)
 
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+    before = {} if cache is None else {CACHE_FIELD: cache.as_prefix()}
     hook = model.register_forward_hook(note_state)
     try:
         ids = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-            prompt[None].to(model.device), max_new_tokens=max_new_tokens, eos_token_id=None,
+            prompt[None].to(model.device), max_new_tokens=max_new_tokens - len(first),
+            eos_token_id=None, prefill_chunk_size=PIECE, **before,
             **(sampling if temperature > 0 else {"do_sample": False}),
         )  # fmt: skip
     finally:
         hook.remove()
-    return ids[0, prompt.numel() :].tolist(), state_bytes[0], state_bytes[-1]
+    return first + ids[0, prompt.numel() :].tolist(), state_bytes[0], state_bytes[-1]
+
+
+def _chosen(logits: Tensor, temperature: float, top_k: int | None) -> int:
+    """The next token by its logits ``[1, vocab_size]``, as the library's sampling chooses it."""
+    if temperature == 0.0:
+        return int(logits.argmax(-1))
+    warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    scores = warpers(torch.empty(1, 0, dtype=torch.int64), logits.float())
+    return int(torch.multinomial(scores.softmax(-1), num_samples=1))
 
 
 def held_out_tokens(task: Task, num_tokens: int) -> Tensor:

@@ -44,6 +44,7 @@ from ovq.runs import (
 )
 from ovq.tasks import LanguageModelingTask, Split, Task, TaskDataset, check_seed
 from ovq.tasks.corpus import KJV
+from ovq.tasks.tokenization import END_OF_TEXT, with_end_of_text
 
 CHECKPOINT_FOLDER = "checkpoints"
 DIGESTS_FILE = "sha256.json"  # of every other file of a checkpoint
@@ -162,7 +163,10 @@ def save_model(model: OVQForCausalLM, task: Task, folder: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     model.save_pretrained(beside)
     if isinstance(task, LanguageModelingTask):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=task.load_tokenizer())
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=with_end_of_text(task.load_tokenizer()),
+            bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+        )  # fmt: skip
         tokenizer.save_pretrained(beside)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(beside, folder)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ovq.fidelity import FidelityConfig, measure, zipf_keys
-from ovq.fidelity.measure import drawn_samples, read_fidelity
+from ovq.fidelity.measure import begun, drawn_samples
+from ovq.fidelity.record import alone, read_fidelity
 from ovq.fidelity.report import main_table, markdown, memory_table, write
 
 CONFIG = FidelityConfig(length=1024, num_centroids=(128,), seeds=(0,), num_repeats=1)
@@ -65,7 +66,108 @@ def test_another_configuration_or_file_is_refused(result, tmp_path):
         measure(CONFIG, samples(), path)
 
 
-@pytest.mark.parametrize("fields", [{"length": 100}, {"length": 1030}, {"num_centroids": (0,)}])
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"config": None}, "config"),
+        ({"methods": []}, "methods"),
+        ({"methods": {"ovq, paper": {}}}, "methods"),
+        ({"status": None}, "status"),
+        ({"errors": None}, "errors"),
+        ({"errors": [{}]}, "errors"),
+        ({"errors": [7]}, "errors"),
+        ({"errors": ["no such method"]}, "errors"),
+        ({"times": [{}]}, "times"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_the_name_of_its_part(result, tmp_path, changes, part):
+    path = tmp_path / "fidelity.json"
+    if changes == {"errors": ["no such method"]}:
+        changes = {"errors": [result["errors"][0] | {"method": "no such method"}]}
+    path.write_text(json.dumps(result | changes))
+    with pytest.raises(ValueError, match=f"with damaged {part}"):
+        measure(CONFIG, samples(), path)
+    path.write_text('{"format": "ovq-fidelity"}')
+    with pytest.raises(ValueError, match="with damaged config"):
+        measure(CONFIG, samples(), path)
+
+
+def none_is_measured(done, total, row):
+    raise AssertionError(row)
+
+
+def test_a_finished_measurement_needs_no_samples(result, tmp_path):
+    path = tmp_path / "fidelity.json"
+    path.write_text(json.dumps(result))
+    before = path.stat().st_mtime_ns
+    assert begun(CONFIG, path)["status"] == "done"
+    assert measure(CONFIG, (iter([]), 0), path, none_is_measured) == result
+    assert path.stat().st_mtime_ns == before
+
+
+def test_a_sample_that_lacks_a_setting_is_measured_again(result, tmp_path):
+    path = tmp_path / "fidelity.json"
+    path.write_text(json.dumps(result | {"errors": result["errors"][:-1], "status": "unfinished"}))
+    seen = []
+    whole = measure(CONFIG, samples(), path, lambda done, total, row: seen.append(row["part"]))
+    assert set(seen) == {1}
+    assert whole["errors"] == result["errors"]
+
+
+def test_methods_that_have_changed_since_are_refused_but_for_their_words(result, tmp_path):
+    path, name = tmp_path / "fidelity.json", "ovq, paper"
+    reworded = result["methods"][name] | {"doc": "in other words"}
+    path.write_text(json.dumps(result | {"methods": result["methods"] | {name: reworded}}))
+    begun(CONFIG, path)
+    other = result["methods"][name] | {"dictionary": {"chunk_size": 32}}
+    fewer = {n: method for n, method in result["methods"].items() if n == name}
+    for methods in (result["methods"] | {name: other}, fewer, result["methods"] | {"x": reworded}):
+        rows = [row for row in result["errors"] if row["method"] in methods]
+        times = [row for row in result["times"] if row["method"] in methods]
+        held = result | {"methods": methods, "errors": rows, "times": times}
+        path.write_text(json.dumps(held))
+        with pytest.raises(ValueError, match="of the same methods"):
+            begun(CONFIG, path)
+
+
+def test_a_text_or_model_that_has_changed_since_is_refused(tmp_path):
+    path, data = tmp_path / "fidelity.json", {"text": {"bytes": 3, "sha256": "a"}}
+    (tmp_path / "fidelity.json").write_text(json.dumps(begun(CONFIG, path, data)))
+    assert begun(CONFIG, path, data)["data"] == data
+    with pytest.raises(ValueError, match="began with, got another model/x, text: give another"):
+        begun(CONFIG, path, {"text": {"bytes": 3, "sha256": "b"}, "model/x": {}})
+    older = {name: part for name, part in begun(CONFIG, path, data).items() if name != "data"}
+    path.write_text(json.dumps(older))
+    begun(CONFIG, path, data)  # of a version that kept none
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    path = tmp_path / "out" / "fidelity.json"
+    with alone(path.parent), pytest.raises(ValueError, match="no other run writes to"):
+        measure(CONFIG, samples(), path)
+    assert not path.exists()
+    with alone(path.parent):
+        pass  # free again
+
+
+def test_the_file_is_there_before_the_first_sample(tmp_path):
+    path, seen = tmp_path / "fidelity.json", []
+
+    def looking():
+        seen.append(read_fidelity(path)["errors"])
+        yield from ()
+
+    measure(replace(CONFIG, seeds=()), (looking(), 0), path)
+    assert seen == [[]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length": 100}, {"length": 1030}, {"num_centroids": (0,)}, {"seeds": (1, 1)},
+        {"seeds": (-1,)}, {"num_repeats": 0},
+    ],
+)  # fmt: skip
 def test_sizes_out_of_range_are_refused(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         FidelityConfig(**fields)

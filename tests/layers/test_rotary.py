@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ovq.layers.full_attention import FullAttention
-from ovq.layers.rotary import rotate, token_positions
+from ovq.layers.rotary import token_positions
+from ovq.ops.rotary import rotate
 
 
 def test_quarter_turn_by_hand():
@@ -33,7 +34,7 @@ def test_layout_is_hugging_faces():
     angles = positions[..., None] * 10000.0 ** -(torch.arange(0, 8, 2) / 8)
     angles = torch.cat([angles, angles], dim=-1)
     theirs, _ = llama.apply_rotary_pos_emb(x, x, angles.cos(), angles.sin(), unsqueeze_dim=2)
-    torch.testing.assert_close(rotate(x, positions, 10000.0), theirs)
+    torch.testing.assert_close(rotate(x, positions[..., None], 10000.0), theirs)
 
 
 def test_positions_go_on_from_each_rows_tokens():

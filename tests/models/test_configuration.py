@@ -1,12 +1,28 @@
 """The configuration: what it fills in, what it keeps through a file, what it refuses."""
 
+import copy
+import json
+import pickle
 import subprocess
 import sys
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ovq.models import OVQConfig
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function from changed fields to a folder with a configuration, as another might save it."""
+
+    def save(**changes):
+        OVQConfig(num_hidden_layers=1, hidden_size=64).save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        return tmp_path
+
+    return save
 
 
 def test_pattern_is_repeated_over_the_layers():
@@ -53,8 +69,15 @@ def test_file_round_trip(tmp_path):
         ({"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
         ({"vocab_size": "8"}, "vocab_size must be an integer of at least 1, got '8'"),
         ({"dictionary": {"num_centroids": 0, "chunk_size": 4}}, "num_centroids .* got 0"),
-        ({"dictionary": {"num_centroids": 4}}, "dictionary must hold .*chunk_size"),
-        ({"dictionary": {"num_slots": 4, "chunk_size": 4}}, "dictionary must hold .*num_slots"),
+        ({"dictionary": {"num_centroids": 4}}, "dictionary must hold chunk_size, got .*centroids"),
+        (
+            {"dictionary": {"num_slots": 4, "chunk_size": 4}},
+            "dictionary must hold no fields but .*'num_centroids'.* got 'num_slots': misspelt, or",
+        ),
+        ({"dictionary": None}, "dictionary must hold fields by name, got None"),
+        ({"layer_pattern": [["ovq"]]}, r"layer_pattern must be a list .* got \[\['ovq'\]\]"),
+        ({"use_short_conv": "no"}, "use_short_conv must be true or false, got 'no'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
     ],
 )
 def test_bad_fields_raise(fields, message):
@@ -68,3 +91,75 @@ def test_without_transformers_the_import_says_what_to_install():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode != 0
     assert "ImportError: ovq.models needs transformers: pip install 'ovq[models]'" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_pattern": ["ovq", "mamba9"]}, "must be one of .*'sliding_window'.* got 'mamba9'"),
+        (
+            {"dictionary": {"num_centroids": 4, "chunk_size": 4, "merging": "late"}},
+            "no fields but .* got 'merging': misspelt, or of a model that a newer ovq saved",
+        ),
+        pytest.param(
+            {"dictionary": {"num_centroids": 4, "chunk_size": 4, "growth": "cubic"}},
+            "growth must be one of .* got 'cubic'",
+            marks=pytest.mark.plain,
+        ),
+    ],
+)
+def test_a_file_that_this_version_cannot_read_says_so(saved, fields, message):
+    folder = saved(**fields)
+    for auto in (AutoConfig, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=message) as caught:
+            auto.from_pretrained(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_fields_given_with_a_file_are_checked_like_its_own(saved):
+    folder = saved()
+    changed = AutoConfig.from_pretrained(
+        folder, window_size=7, dictionary={"num_centroids": 5}, head_dim=None, hidden_size=128
+    )
+    assert (changed.window_size, changed.head_dim) == (7, 16)
+    assert changed.dictionary == OVQConfig().dictionary | {"num_centroids": 5}
+    _, unused = AutoConfig.from_pretrained(folder, window_size=7, foo=3, return_unused_kwargs=True)
+    assert unused == {"foo": 3}
+    for fields in ({"layer_pattern": ["mamba9"]}, {"window_size": 0}, {"dictionary": {"slots": 1}}):
+        with pytest.raises(ValueError, match="must"):
+            AutoConfig.from_pretrained(folder, **fields)
+
+
+def test_unknown_fields_are_told_once_and_kept(saved, caplog):
+    AutoConfig.from_pretrained(saved(auto_map={}, torch_dtype="float32", temperature=2.0))
+    OVQConfig(num_labels=3, output_hidden_states=True, attn_implementation="eager")
+    assert caplog.messages == []
+    assert AutoConfig.from_pretrained(saved(logit_cap=3.0)).logit_cap == 3.0
+    OVQConfig(windows_size=3)
+    assert len(caplog.messages) == 2
+    assert "no fields ['logit_cap'], which have no effect" in caplog.messages[0]
+    assert "no fields ['windows_size'], which have no effect" in caplog.messages[1]
+
+
+def test_a_field_set_out_of_its_range_is_not_saved(tmp_path):
+    config = OVQConfig()
+    for name, value in (("window_size", 0), ("dictionary", {"chunk_size": 4})):
+        changed = copy.deepcopy(config)
+        setattr(changed, name, value)
+        with pytest.raises(ValueError, match=f"{name} must"):
+            changed.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_copies_are_equal_and_of_their_own():
+    pattern = ["ovq"]
+    config = OVQConfig(layer_pattern=pattern, dictionary={"num_centroids": 7, "chunk_size": 3})
+    for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other == config
+        other.dictionary["num_centroids"] = 8
+        other.layer_pattern.append("vq")
+        assert other != config
+    assert (config.layer_pattern, config.dictionary["num_centroids"]) == (["ovq"], 7)
+    config.layer_pattern.append("vq")
+    assert pattern == ["ovq"]
+    assert OVQConfig().layer_pattern == ["sliding_window", "ovq"]

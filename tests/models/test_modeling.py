@@ -64,33 +64,6 @@ def test_logits_to_keep_and_inputs_embeds(make_model, token_ids):
     assert isinstance(as_tuple[1], OVQCache)
 
 
-@pytest.mark.parametrize("layer_pattern", [["sliding_window", "ovq"], ["full_attention"]])
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padding_never_enters_a_state(make_model, token_ids, layer_pattern, side):
-    model = make_model(layer_pattern=layer_pattern)
-    spans = {
-        "left": [(0, 23), (6, 23), (22, 23)],
-        "right": [(0, 23), (0, 17), (0, 1)],
-        "both": [(2, 23), (0, 23), (3, 6)],
-    }[side]
-    mask = torch.zeros_like(token_ids)
-    for row, (start, stop) in enumerate(spans):
-        mask[row, start:stop] = 1
-    logits = model(token_ids, attention_mask=mask, use_cache=False).logits
-    cached = model(token_ids, attention_mask=mask)
-    more = model(token_ids[:, :5], cache=cache_of(cached)).logits
-    for row, (start, stop) in enumerate(spans):
-        own = model(token_ids[row : row + 1, start:stop])
-        for padded in (logits, cached.logits):
-            torch.testing.assert_close(padded[row, start:stop], own.logits[0], atol=1e-5, rtol=1e-5)
-        own_more = model(token_ids[row : row + 1, :5], cache=cache_of(own)).logits[0]
-        torch.testing.assert_close(more[row], own_more, atol=1e-5, rtol=1e-5)
-    assert [s.num_tokens.tolist() for s in cache_of(cached).states] == [
-        [stop - start for start, stop in spans]
-    ] * 2
-    assert cache_of(cached).get_seq_length() == 23
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_and_loaded_model_is_identical(make_model, token_ids, tmp_path, tied):
     model = make_model(tie_word_embeddings=tied, use_short_conv=True)

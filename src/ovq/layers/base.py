@@ -135,4 +135,50 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def state_size(self, num_tokens: int) -> int:
-        """Bytes that the state of one row holds after ``num_tokens`` tokens: a figure, exact."""
+        """Bytes that the state of one row holds after ``num_tokens`` tokens: a figure, exact.
+
+        Under autocast keys, values and convolution inputs are held as they are computed, so that
+        a state has fewer.
+        """
+
+
+def check_hidden_states(hidden_states: Tensor, hidden_size: int) -> None:
+    """Raise unless they are ``[B, T, hidden_size]``.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if hidden_states.ndim != 3 or hidden_states.shape[-1] != hidden_size:
+        raise ValueError(
+            f"hidden_states must be [B, T, {hidden_size}], got {tuple(hidden_states.shape)}"
+        )
+
+
+def check_state(state: MixerState, kind: type, hidden_states: Tensor) -> None:
+    """Raise unless the state is of that class, one row a sequence, on the device of the tokens.
+
+    Raises:
+        ValueError: a state of another class, batch size or device.
+    """
+    if not isinstance(state, kind):
+        raise ValueError(f"state must be of class {kind.__name__}, got {type(state).__name__}")
+    if state.num_rows != len(hidden_states):
+        raise ValueError(
+            f"state must have one row a sequence, {len(hidden_states)} here, got {state.num_rows}"
+        )
+    if state.num_tokens.device != hidden_states.device:
+        raise ValueError(
+            f"state must be on {hidden_states.device} as hidden_states are, "
+            f"got one on {state.num_tokens.device}"
+        )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise unless all sizes, by the names of their arguments, are at least 1.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")

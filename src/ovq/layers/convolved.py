@@ -33,11 +33,14 @@ class ConvolvedState:
         Raises:
             ValueError: no state given, or states that do not fit one another.
         """
-        kinds = {type(state.memory) for state in states}
-        if len(kinds) != 1:
-            raise ValueError(f"states must share one kind of memory, got {sorted(map(str, kinds))}")
+        parts = {(type(state.memory), state.conv_inputs.shape[1:]) for state in states}
+        if len(parts) != 1:
+            found = sorted((kind.__name__, tuple(shape)) for kind, shape in parts)
+            raise ValueError(
+                f"states must share one kind of memory and convolution inputs, got {found}"
+            )
         return cls(
-            memory=kinds.pop().concat([state.memory for state in states]),
+            memory=type(states[0].memory).concat([state.memory for state in states]),
             conv_inputs=torch.cat([state.conv_inputs for state in states]),
         )
 
@@ -124,7 +127,8 @@ class ConvolvedMixer(ProjectedMixer):
         """Mix the tokens.
 
         Raises:
-            ValueError: hidden states that do not fit, or a state of another batch size or mixer.
+            ValueError: hidden states that do not fit, or a state of another batch size, device or
+                mixer.
         """
         q, k, v, past = self.queries_keys_values(hidden_states, state)
         o, memory = self.mix(q, k, v, None if state is None else state.memory)
@@ -149,6 +153,8 @@ class ConvolvedMixer(ProjectedMixer):
         """
         projected = self.project(hidden_states, state)
         past = self._initial_conv_inputs(len(hidden_states))
+        # Weights that are offloaded are elsewhere, except while their own module runs.
+        past = torch.zeros_like(past, device=hidden_states.device)
         if state is not None:
             self._check_parts(state, past)
             past = state.conv_inputs

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ovq.layers.base import MixerConfig
+from ovq.layers.base import MixerConfig, check_sizes
 from ovq.layers.decay_parameters import start_rates, start_step_bias
-from ovq.layers.recurrent import RecurrentMixer, check_sizes
+from ovq.layers.recurrent import RecurrentMixer
 from ovq.layers.short_conv import ShortConvolution
 from ovq.ops.ssd import ssd
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ovq.layers.base import Mixer, MixerState
+from ovq.layers.base import Mixer, MixerState, check_hidden_states, check_sizes, check_state
 
 
 class ProjectedMixer(Mixer):
@@ -25,15 +25,12 @@ class ProjectedMixer(Mixer):
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int):
         super().__init__()
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {num_kv_heads}")
         self.hidden_size = hidden_size
@@ -52,22 +49,11 @@ class ProjectedMixer(Mixer):
 
         Raises:
             ValueError: hidden states that are not ``[B, T, hidden_size]``, or a state of another
-                kind or batch size.
+                kind, batch size or device.
         """
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states must be [B, T, {self.hidden_size}], "
-                f"got {tuple(hidden_states.shape)}"
-            )
-        if state is not None and not isinstance(state, self.state_class):
-            raise ValueError(
-                f"state must be of class {self.state_class.__name__}, got {type(state).__name__}"
-            )
-        if state is not None and state.num_rows != hidden_states.shape[0]:
-            raise ValueError(
-                f"state must have one row a sequence, {hidden_states.shape[0]} here, "
-                f"got {state.num_rows}"
-            )
+        check_hidden_states(hidden_states, self.hidden_size)
+        if state is not None:
+            check_state(state, self.state_class, hidden_states)
         return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def split_heads(self, x: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H K"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ovq.layers.base import Mixer, MixerState
+from ovq.layers.base import Mixer, check_hidden_states, check_sizes, check_state
 from ovq.layers.short_conv import ShortConvolution
 
 # Of the public implementations, whose checkpoints expect it.
@@ -31,7 +31,15 @@ class RecurrentState:
 
     @classmethod
     def concat(cls, states: Sequence["RecurrentState"]) -> "RecurrentState":
-        """One state with the rows of several, in order."""
+        """One state with the rows of several, in order.
+
+        Raises:
+            ValueError: no state given, or states of different layers.
+        """
+        shapes = {(state.memory.shape[1:], state.conv_inputs.shape[1:]) for state in states}
+        if len(shapes) != 1:
+            rows = [tuple(map(tuple, shape)) for shape in shapes]
+            raise ValueError(f"states must share one shape of their rows, got {sorted(rows)}")
         return cls(
             memory=torch.cat([state.memory for state in states]),
             conv_inputs=torch.cat([state.conv_inputs for state in states]),
@@ -109,18 +117,20 @@ class RecurrentMixer(Mixer):
         """Mix the tokens.
 
         Raises:
-            ValueError: hidden states that do not fit, or a state of another kind, batch size or
-                layer.
+            ValueError: hidden states that do not fit, or a state of another kind, batch size,
+                device or layer.
         """
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states must be [B, T, {self.hidden_size}], "
-                f"got {tuple(hidden_states.shape)}"
-            )
+        check_hidden_states(hidden_states, self.hidden_size)
         initial = self.init_state(len(hidden_states))
+        if initial.memory.device != hidden_states.device:
+            raise ValueError(
+                f"hidden_states must be on the device of the weights, which must not be offloaded, "
+                f"got {hidden_states.device}, weights on {initial.memory.device}"
+            )
         if state is None:
             state = initial
-        _check_state(state, initial)
+        check_state(state, RecurrentState, hidden_states)
+        _check_parts(state, initial)
         output, memory, conv_inputs = self.mix(hidden_states, state.memory, state.conv_inputs)
         num_tokens = state.num_tokens + hidden_states.shape[1]
         return output, RecurrentState(memory=memory, conv_inputs=conv_inputs, num_tokens=num_tokens)
@@ -140,29 +150,12 @@ class RecurrentMixer(Mixer):
         return self.init_state(1).num_bytes
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise unless all sizes, by the names of their arguments, are at least 1.
-
-    Raises:
-        ValueError: a size below 1.
-    """
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-
-
 def smooth_unit_norm(x: Float[Tensor, "*shape K"]) -> Float[Tensor, "*shape K"]:
     """``x / sqrt(|x|^2 + 1e-6)`` over the last axis: its gradient stays bounded at zero."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_NORM_EPS)
 
 
-def _check_state(state: MixerState, initial: RecurrentState) -> None:
-    if not isinstance(state, RecurrentState):
-        raise ValueError(f"state must be of class RecurrentState, got {type(state).__name__}")
-    if state.num_rows != initial.num_rows:
-        raise ValueError(
-            f"state must have one row a sequence, {initial.num_rows} here, got {state.num_rows}"
-        )
+def _check_parts(state: RecurrentState, initial: RecurrentState) -> None:
     for name in ("memory", "conv_inputs"):
         wanted, got = getattr(initial, name).shape, getattr(state, name).shape
         if got != wanted:

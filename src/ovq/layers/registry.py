@@ -1,6 +1,6 @@
 """Every mixer by name. A new mixer is one file in this folder and one line here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ovq.layers.base import Mixer, MixerConfig
 from ovq.layers.full_attention import FullAttention
@@ -26,6 +26,14 @@ MIXERS: dict[str, Callable[[MixerConfig, int], Mixer]] = {
     "mesa_net": MesaNet.from_config,
 }
 
+# They have a short convolution, always or with the configuration's `use_short_conv`.
+WITH_SHORT_CONV = frozenset(
+    {
+        "ovq", "vq", "vq_static_values", "linear_attention", "linear_attention_normalized",
+        "gated_delta_net", "mamba2", "mesa_net",
+    }
+)  # fmt: skip
+
 
 def check_mixer_name(name: str, argument: str = "name") -> None:
     """Raise unless the registry has the mixer.
@@ -35,6 +43,19 @@ def check_mixer_name(name: str, argument: str = "name") -> None:
     """
     if name not in MIXERS:
         raise ValueError(f"{argument} must be one of {sorted(MIXERS)}, got {name!r}")
+
+
+def check_short_conv(use_short_conv: bool, names: Iterable[str]) -> None:
+    """Raise if short convolutions are asked for and none of the mixers may have one.
+
+    Raises:
+        ValueError: they are; the message lists the mixers that may.
+    """
+    if use_short_conv and not WITH_SHORT_CONV.intersection(names):
+        raise ValueError(
+            f"use_short_conv must be false unless one of the mixers {sorted(WITH_SHORT_CONV)} is "
+            f"in layer_pattern, got {list(names)}"
+        )
 
 
 def build_mixer(name: str, config: MixerConfig, layer_idx: int) -> Mixer:

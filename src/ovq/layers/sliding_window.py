@@ -5,8 +5,9 @@ from torch import Tensor
 
 from ovq.layers.base import MixerConfig
 from ovq.layers.projected import ProjectedMixer
-from ovq.layers.rotary import rotate, token_positions
+from ovq.layers.rotary import token_positions
 from ovq.ops.attention import KVState, softmax_attention
+from ovq.ops.rotary import rotate
 
 
 class SlidingWindowAttention(ProjectedMixer):
@@ -69,7 +70,7 @@ class SlidingWindowAttention(ProjectedMixer):
     ) -> tuple[Float[Tensor, "B T D"], KVState]:
         """Mix the tokens; the state holds the latest ``W - 1`` keys, rotated, and values."""
         q, k, v = (self.split_heads(x) for x in self.project(hidden_states, state))
-        positions = token_positions(state, q.shape[1], q.device)
+        positions = token_positions(state, q.shape[1], q.device)[..., None]
         q, k = (rotate(x, positions, self.rope_theta) for x in (q, k))
         o, state = softmax_attention(q, k, v, state, window_size=self.window_size)
         return self.merge_heads(o), state

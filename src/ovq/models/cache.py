@@ -1,12 +1,24 @@
 """What the model remembers: one mixer state a layer, in the form that ``generate()`` expects."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from os import PathLike
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ovq.layers.base import MixerState
+from ovq.models.state_file import Fingerprint, load_states, save_states
+
+# The argument and output field that carry the state were renamed in transformers 5.24.
+CACHE_FIELD = (
+    "cache"
+    if "cache" in {field.name for field in fields(CausalLMOutputWithPast)}
+    else "past_key_values"
+)
 
 
 class OVQCache:
@@ -42,6 +54,11 @@ class OVQCache:
         return [False] * len(self.states)
 
     @property
+    def num_rows(self) -> int:
+        """Number of sequences; 0 before any token."""
+        return self.states[0].num_rows if self.states else 0
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all the tensors held."""
         return sum(state.num_bytes for state in self.states)
@@ -62,6 +79,58 @@ class OVQCache:
         """The same numbers, cut from the autograd graph."""
         return OVQCache([state.detach() for state in self.states], self.num_columns)
 
+    def as_prefix(self) -> "OVQCache":
+        """The same memory, its columns counted from here.
+
+        With it ``generate()`` and the model are given new tokens alone, and a mask of these, not
+        all that was read before: one that goes on after a book need not hold the book.
+
+        Example:
+            >>> from ovq.models import OVQConfig, OVQForCausalLM
+            >>> config = OVQConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+            >>> model, book = OVQForCausalLM(config).eval(), torch.arange(60)[None]
+            >>> memory = model(book, return_dict=False)[1]
+            >>> options = {"max_new_tokens": 4, "do_sample": False}
+            >>> question = torch.tensor([[1, 2, 3]])
+            >>> new = model.generate(question, **{CACHE_FIELD: memory.as_prefix()}, **options)
+            >>> whole = model.generate(torch.cat([book, question], dim=1), **options)
+            >>> new[:, 3:].equal(whole[:, 63:])
+            True
+        """
+        return OVQCache(self.states)
+
+    def save(self, path: str | PathLike, *, model: PreTrainedModel) -> None:
+        """Write the memory as a safetensors file, beside ``path`` first, then renamed onto it.
+
+        Args:
+            path: of the file.
+            model: the one that made it, whose fingerprint goes into the file.
+
+        Raises:
+            ValueError: ``path`` is a folder, or lies in none; a cache before any token.
+            OSError: the file cannot be written.
+        """
+        about = {"num_columns": self.num_columns}
+        save_states(path, self.states, fingerprint=Fingerprint.of(model), about=about)
+
+    @classmethod
+    def load(cls, path: str | PathLike, *, model: PreTrainedModel) -> "OVQCache":
+        """Read what :meth:`save` or ``ovq read`` wrote, onto the device of the model.
+
+        Going on from it equals going on from the saved one, to the bit.
+
+        Args:
+            path: of the file.
+            model: the one that made it.
+
+        Raises:
+            ValueError: the file is truncated, altered, no state file, of another version, or of
+                another model: other weights, another configuration, another dictionary.
+            OSError: there is no such file.
+        """
+        file = load_states(path, model=model)
+        return cls(file.states, file.about.get("num_columns", 0))
+
     def check_fits(self, num_layers: int, batch_size: int) -> None:
         """Raise unless this is a cache of that many layers and rows, or an empty one.
 
@@ -72,10 +141,9 @@ class OVQCache:
             raise ValueError(
                 f"cache must hold one state a layer, {num_layers} here, got {len(self.states)}"
             )
-        if self.states and self.states[0].num_rows != batch_size:
+        if self.states and self.num_rows != batch_size:
             raise ValueError(
-                f"cache must have one row a sequence, {batch_size} here, "
-                f"got {self.states[0].num_rows}"
+                f"cache must have one row a sequence, {batch_size} here, got {self.num_rows}"
             )
 
 

@@ -1,13 +1,29 @@
 """The configuration of a causal language model over any pattern of sequence mixers."""
 
 import math
-from dataclasses import asdict, field
-from typing import ClassVar, no_type_check
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, field
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any, ClassVar, no_type_check
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
-from ovq.layers.registry import check_mixer_name
+from ovq.layers.registry import check_mixer_name, check_short_conv
+from ovq.models.shipped_code import CONFIG_CLASS, ship_code
 from ovq.ops.ovq_attention import DictionaryConfig
+
+logger = logging.get_logger(__name__)
+
+# Of transformers, in files of its models, though no attributes of its configurations.
+FOREIGN_FIELDS = frozenset(
+    {
+        "attn_implementation", "auto_map", "experts_implementation", "model_type",
+        "per_layer_config", "quantization_config", "torch_dtype",
+    }
+)  # fmt: skip
 
 
 # transformers makes this a dataclass that takes any further keyword, which shape checking refuses.
@@ -15,13 +31,23 @@ from ovq.ops.ovq_attention import DictionaryConfig
 class OVQConfig(PreTrainedConfig):
     """Shape of the model, in Hugging Face's words where it has them.
 
+    A saved model holds no code, and a process that loads it imports ``ovq.models`` first. After
+
+        OVQConfig.register_for_auto_class()
+        OVQForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+    ``save_pretrained`` adds files that do this import, no more: the folder then loads by
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` wherever the package
+    ovq is installed, in whichever version.
+
     Attributes:
         vocab_size: tokens in the vocabulary.
         hidden_size: ``D``.
         intermediate_size: width of the SwiGLU block.
         num_hidden_layers: layers.
         num_attention_heads: query heads ``H``.
-        num_key_value_heads: key-value heads ``G``, which divides ``H``; ``None`` for ``H``.
+        num_key_value_heads: key-value heads ``G``, which divides ``H``; ``None`` for ``H``. Gated
+            DeltaNet, Mamba-2 and MesaNet layers have no grouped heads, and do not read it.
         head_dim: ``K = V``; ``None`` for ``hidden_size / H``.
         max_position_embeddings: the longest sequence it is meant for. Nothing in the model is
             bound by it, but evaluation tools truncate to it.
@@ -33,7 +59,9 @@ class OVQConfig(PreTrainedConfig):
             default dictionary of OVQ layers.
         block_size: ``C`` of VQ layers: a token sees the keys of its own block and the one before
             one by one.
-        use_short_conv: whether mixers that may have a short causal convolution have it.
+        use_short_conv: whether OVQ, VQ and linear attention layers have a short causal convolution.
+            Gated DeltaNet, Mamba-2 and MesaNet layers always have it; full attention and sliding
+            windows never do, and a pattern of them alone is refused.
         expand_v: ``V / K`` of Gated DeltaNet layers, a multiple of ``1 / head_dim``.
         ssm_state_size: numbers that each channel of Mamba-2 layers remembers.
         ssm_expand: channels of Mamba-2 layers, as a multiple of ``hidden_size``; with heads of
@@ -45,7 +73,8 @@ class OVQConfig(PreTrainedConfig):
         use_cache: whether to return the state, outside training, when a call does not say.
 
     Raises:
-        ValueError: a field out of its range, or an unknown mixer.
+        ValueError: a field out of its range, or an unknown mixer or field of ``dictionary``. Other
+            unknown fields are kept, as transformers does, with a warning.
 
     Example:
         >>> config = OVQConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3)
@@ -95,10 +124,53 @@ class OVQConfig(PreTrainedConfig):
                     f"head_dim is given, got {self.num_attention_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        self._check()
+        self.validate()
         # In full, so that a saved model does not depend on later defaults.
         self.dictionary = asdict(dictionary_config(self.dictionary))
         super().__post_init__(**kwargs)
+        unknown = _unknown(kwargs)
+        if unknown:
+            logger.warning(
+                f"OVQConfig has no fields {unknown}, which have no effect: misspelt, or of a model "
+                f"that a newer ovq saved?"
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As in transformers, with the fields given checked as those of the file are.
+
+        Args:
+            config_dict: of the file.
+            **kwargs: fields to change, and options. ``dictionary`` may hold those of its fields
+                alone that change.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        own = {name: kwargs.pop(name) for name in OWN_FIELDS & kwargs.keys()}
+        saved, changed = config_dict.get("dictionary"), own.get("dictionary")
+        if isinstance(saved, Mapping) and isinstance(changed, Mapping):
+            own["dictionary"] = {**saved, **changed}
+        return super().from_dict({**config_dict, **own}, **kwargs)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs
+    ) -> None:
+        """As in transformers, with the installed classes named in place of copied source files.
+
+        Args:
+            save_directory: folder to write ``config.json`` into.
+            push_to_hub: whether to upload it.
+            **kwargs: of transformers, for the upload.
+
+        Raises:
+            ValueError: a field that was set out of its range.
+        """
+        auto_map = getattr(self, "auto_map", None)
+        if auto_map:  # of a registered model: without its configuration it could not be loaded
+            auto_map.setdefault("AutoConfig", CONFIG_CLASS)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        ship_code(Path(save_directory), getattr(self, "auto_map", None) or {})
 
     @property
     def mixer_names(self) -> list[str]:
@@ -106,7 +178,13 @@ class OVQConfig(PreTrainedConfig):
         names = self.layer_pattern
         return [names[index % len(names)] for index in range(self.num_hidden_layers)]
 
-    def _check(self) -> None:
+    def validate(self) -> None:
+        """Check all fields, as transformers also does before it saves.
+
+        Raises:
+            ValueError: a field out of its range.
+        """
+        dictionary_config(self.dictionary)
         _check_positive(
             self, "vocab_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads",
             "head_dim", "max_position_embeddings", "window_size", "num_codes", "block_size",
@@ -117,13 +195,12 @@ class OVQConfig(PreTrainedConfig):
                 f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
                 f"got {self.num_key_value_heads}"
             )
-        if not isinstance(self.layer_pattern, list | tuple) or not self.layer_pattern:
-            raise ValueError(
-                f"layer_pattern must be a list of at least one mixer, got {self.layer_pattern!r}"
-            )
+        _check_pattern(self.layer_pattern)
         self.layer_pattern = list(self.layer_pattern)
-        for name in self.layer_pattern:
-            check_mixer_name(name, "layer_pattern")
+        for name in ("use_short_conv", "tie_word_embeddings", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        check_short_conv(self.use_short_conv, self.layer_pattern)
         for name in (
             "rope_theta", "rms_norm_eps", "initializer_range", "expand_v", "ssm_expand",
         ):  # fmt: skip
@@ -134,18 +211,45 @@ class OVQConfig(PreTrainedConfig):
             raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
 
 
-def dictionary_config(fields: dict) -> DictionaryConfig:
-    """The dictionary's configuration from its fields by name.
+OWN_FIELDS = frozenset(OVQConfig.__annotations__) - {"keys_to_ignore_at_inference"}
+
+
+def dictionary_config(fields: Any) -> DictionaryConfig:
+    """The dictionary's configuration from a mapping of its fields by name.
 
     Raises:
-        ValueError: an unknown or missing field, or one out of its range.
+        ValueError: no mapping, an unknown or missing field, or one out of its range.
     """
-    try:
-        return DictionaryConfig(**fields)
-    except TypeError as error:  # an unknown or missing name, which the error states
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"dictionary must hold fields by name, got {fields!r}")
+    known = {field.name: field.default for field in fields_of(DictionaryConfig)}
+    unknown = sorted(map(repr, fields.keys() - known.keys()))
+    if unknown:
         raise ValueError(
-            f"dictionary must hold the fields of DictionaryConfig, got {fields!r}: {error}"
-        ) from None
+            f"dictionary must hold no fields but {sorted(known)}, got {', '.join(unknown)}: "
+            f"misspelt, or of a model that a newer ovq saved?"
+        )
+    missing = [name for name, start in known.items() if start is MISSING and name not in fields]
+    if missing:
+        raise ValueError(f"dictionary must hold {', '.join(missing)}, got {dict(fields)!r}")
+    return DictionaryConfig(**fields)
+
+
+def _unknown(names: Iterable[str]) -> list[str]:
+    """Those that neither this configuration nor transformers has fields of."""
+    known = FOREIGN_FIELDS | GenerationConfig().to_dict().keys() | set(dir(PreTrainedConfig))
+    return sorted(name for name in set(names) - known if not name.startswith("_"))
+
+
+def _check_pattern(names: object) -> None:
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ValueError(f"layer_pattern must be a list of at least one mixer, got {names!r}")
+    for name in names:
+        check_mixer_name(name, "layer_pattern")
 
 
 def _is_finite(value: object) -> bool:

@@ -1,32 +1,28 @@
 """One causal language model for every mixer and every pattern of mixers, on transformers."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
 from ovq.layers import Mixer, MixerState, OVQAttention, without_padding
+from ovq.layers.codebook import Codebook
 from ovq.layers.short_conv import ShortConvolution
-from ovq.models.cache import OVQCache, one_cache, real_tokens
+from ovq.models.cache import CACHE_FIELD, OVQCache, one_cache, real_tokens
 from ovq.models.configuration_ovq import OVQConfig, dictionary_config
 from ovq.models.decoder_layer import OVQDecoderLayer, OVQRMSNorm
+from ovq.models.generation import OVQGenerationMixin
 
 logger = logging.get_logger(__name__)
-
-# The output field that carries the state was renamed in transformers 5.24.
-CACHE_FIELD = (
-    "cache"
-    if "cache" in {field.name for field in fields(CausalLMOutputWithPast)}
-    else "past_key_values"
-)
 
 
 # transformers annotates the cache with a class of its own, which shape checking insists on.
@@ -54,6 +50,20 @@ class OVQPreTrainedModel(PreTrainedModel):
     # A state cannot go back some tokens, so assisted decoding is refused.
     _is_stateful = True
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, with the weights copied out of the file.
+
+        transformers maps the file into memory. Its tensors then lie at addresses where matrix
+        products may round otherwise than the saved model's did, and change with the file.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for tensor in chain(model.parameters(), model.buffers()):
+            if tensor.device.type == "cpu":
+                tensor.data = tensor.data.clone()
+        return loaded
+
     def _init_weights(self, module: nn.Module) -> None:
         # Functions of `init` skip what a checkpoint has set (flag `_is_hf_initialized`).
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -62,7 +72,7 @@ class OVQPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, OVQRMSNorm | nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, Mixer | ShortConvolution):
+        elif isinstance(module, Mixer | ShortConvolution | Codebook):
             module.init_parameters()
 
 
@@ -204,7 +214,7 @@ class OVQModel(OVQPreTrainedModel):
         return self.norm(hidden_states), after
 
 
-class OVQForCausalLM(OVQPreTrainedModel, GenerationMixin):
+class OVQForCausalLM(OVQPreTrainedModel, OVQGenerationMixin):
     """The decoder with an output layer over the vocabulary.
 
     Example:
@@ -223,11 +233,6 @@ class OVQForCausalLM(OVQPreTrainedModel, GenerationMixin):
         self.model = OVQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        # generate() leaves making the first cache to the model.
-        return False
 
     @can_return_tuple
     def forward(

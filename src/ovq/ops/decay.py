@@ -57,30 +57,3 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def check_floating(num_axes: int, **tensors: Tensor) -> None:
-    """Raise unless the tensors, by the names of their arguments, have that many axes.
-
-    Raises:
-        ValueError: other axes, or whole numbers.
-    """
-    for name, x in tensors.items():
-        if x.ndim != num_axes or not x.is_floating_point():
-            raise ValueError(
-                f"{name} must be a floating-point tensor of {num_axes} axes, "
-                f"got {x.dtype} {tuple(x.shape)}"
-            )
-
-
-def check_state(state: Float[Tensor, "..."] | None, shape: tuple[int, int, int, int]) -> None:
-    """Raise unless the state is ``None`` or ``[B, H, K, V]``.
-
-    Raises:
-        ValueError: a state of another shape.
-    """
-    if state is not None and (tuple(state.shape) != shape or not state.is_floating_point()):
-        raise ValueError(
-            f"state must be a floating-point tensor [B, H, K, V] = {shape}, "
-            f"got {state.dtype} {tuple(state.shape)}"
-        )

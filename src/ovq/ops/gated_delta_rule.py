@@ -4,15 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ovq.ops.decay import (
-    check_floating,
-    check_state,
-    decay_between,
-    in_chunks,
-    out_of_chunks,
-    without_autocast,
-)
-from ovq.ops.inputs import check_inputs
+from ovq.ops.chunk_scan import scan_corrected_chunks
+from ovq.ops.decay import decay_between, in_chunks, out_of_chunks
+from ovq.ops.inputs import check_inputs, check_shape
+from ovq.ops.recurrence import in_working_precision, run_in_chunks, run_one_by_one
 
 
 def gated_delta_rule(
@@ -55,18 +50,8 @@ def gated_delta_rule(
     Source: "Gated Delta Networks" (arXiv 2412.06464), section 3.3; the chunk form is that of
     "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484).
     """
-    _check_inputs(q, k, v, g, beta, state)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    with without_autocast(q.device):  # it would cut the memory's float32 short
-        inputs, h = _in_working_precision(q, k, v, g, beta, state)
-        if q.shape[1] == 0:
-            return v.new_zeros(v.shape), h
-        if q.shape[1] == 1:
-            o, h = _step(h, *(x[:, 0] for x in inputs))
-            return o[:, None].to(q.dtype), h
-        o, h = _chunked(h, inputs, min(chunk_size, q.shape[1]))
-        return o.to(q.dtype), h
+    inputs, h = _prepared(q, k, v, g, beta, state)
+    return run_in_chunks(_step, _chunked, h, inputs, v, chunk_size)
 
 
 def naive_gated_delta_rule(
@@ -92,13 +77,8 @@ def naive_gated_delta_rule(
         >>> o.item(), naive_gated_delta_rule(key, key, value, 0 * one, half, state)[0].item()
         (4.0, 6.0)
     """
-    _check_inputs(q, k, v, g, beta, state)
-    inputs, h = _in_working_precision(q, k, v, g, beta, state)
-    outputs = [v.new_zeros(v[:, :0].shape)]
-    for t in range(q.shape[1]):
-        o, h = _step(h, *(x[:, t] for x in inputs))
-        outputs.append(o[:, None].to(q.dtype))
-    return torch.cat(outputs, dim=1), h
+    inputs, h = _prepared(q, k, v, g, beta, state)
+    return run_one_by_one(_step, h, inputs, v)
 
 
 def _step(
@@ -131,47 +111,25 @@ def _chunked(
     num_tokens = inputs[0].shape[1]
     q, k, v, g, beta = (in_chunks(x, chunk_size) for x in inputs)
     decay, from_start = decay_between(g), g.cumsum(-1).exp()
-    to_end = decay[..., -1, :, None]
     k_beta = beta[..., None] * k
     system = (k_beta @ k.mT) * decay  # the solver takes what lies under its diagonal
-    sides = torch.cat([beta[..., None] * v, from_start[..., None] * k_beta], dim=-1)
+    sides = torch.cat([beta[..., None] * v, -from_start[..., None] * k_beta], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    u_0, W = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    written, recalled = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u_0, -W
 
-    whole = from_start[..., -1, None, None]
-    before, written = [], []
-    for u_0_m, W_m, k_m, whole_m in zip(u_0, W, (to_end * k).mT, whole, strict=True):
-        u = u_0_m - W_m @ h
-        before.append(h)
-        written.append(u)
-        h = whole_m * h + k_m @ u
+    kept = (decay[..., -1, :, None] * k).mT
+    before, u, h = scan_corrected_chunks(from_start[..., -1], kept, written, recalled, h)
     q = k.shape[-1] ** -0.5 * q
-    o = (from_start[..., None] * q) @ torch.stack(before)
-    o = o + ((q @ k.mT) * decay) @ torch.stack(written)
+    o = (from_start[..., None] * q) @ before + ((q @ k.mT) * decay) @ u
     return out_of_chunks(o, num_tokens), h
 
 
-def _in_working_precision(
+def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Float[Tensor, "B H K V"]]:
-    """Inputs and memory in float32, in float64 for float64 queries."""
-    working = torch.promote_types(q.dtype, torch.float32)
-    if state is None:
-        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=working)
-    return tuple(x.to(working) for x in (q, k, v, g, beta)), state.to(working)
-
-
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
-) -> None:
+    """Inputs and memory, checked, in the working precision."""
     check_inputs(q, k, v)
-    check_floating(3, g=g, beta=beta)
-    if k.shape != q.shape:
-        raise ValueError(f"k must have the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
-    for name, x in (("g", g), ("beta", beta)):
-        if x.shape != q.shape[:3]:
-            raise ValueError(
-                f"{name} must have the batch, tokens and heads of q {tuple(q.shape[:3])}, "
-                f"got {tuple(x.shape)}"
-            )
-    check_state(state, (q.shape[0], q.shape[2], q.shape[3], v.shape[3]))
+    check_shape("[B, T, H, K]", q.shape, k=k)
+    check_shape("[B, T, H]", q.shape[:3], g=g, beta=beta)
+    B, _, H, K = q.shape
+    return in_working_precision(state, (B, H, K, v.shape[3]), q, k, v, g, beta)

@@ -1,6 +1,41 @@
-"""What every attention-like operator asks of its queries, keys and values."""
+"""What every attention-like operator asks of its tensors."""
+
+from collections.abc import Sequence
 
 from torch import Tensor
+
+
+def check_floating(num_axes: int, **tensors: Tensor) -> None:
+    """Raise unless the tensors, by the names of their arguments, have that many axes.
+
+    Raises:
+        ValueError: other axes, or whole numbers.
+    """
+    for name, x in tensors.items():
+        if x.ndim != num_axes or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be a floating-point tensor of {num_axes} axes, "
+                f"got {x.dtype} {tuple(x.shape)}"
+            )
+
+
+def check_shape(axes: str, shape: Sequence[int], **tensors: Tensor) -> None:
+    """Raise unless the tensors, by the names of their arguments, have that shape.
+
+    Args:
+        axes: the shape in words, such as ``"[B, T, H]"``.
+        shape: the shape in numbers.
+        **tensors: what must have it.
+
+    Raises:
+        ValueError: another shape, or whole numbers.
+    """
+    for name, x in tensors.items():
+        if tuple(x.shape) != tuple(shape) or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be a floating-point tensor {axes} = {tuple(shape)}, "
+                f"got {x.dtype} {tuple(x.shape)}"
+            )
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -9,11 +44,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         ValueError: other axes, another dtype, or ``G`` not dividing ``H``.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or not x.is_floating_point():
-            raise ValueError(
-                f"{name} must be a floating-point tensor of 4 axes, got {x.dtype} {tuple(x.shape)}"
-            )
+    check_floating(4, q=q, k=k, v=v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:

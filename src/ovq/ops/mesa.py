@@ -1,19 +1,15 @@
 """The mesa recurrence: at every token, the ridge regression of all values so far on their keys."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ovq.ops.decay import (
-    check_floating,
-    check_state,
-    decay_between,
-    in_chunks,
-    out_of_chunks,
-    without_autocast,
-)
-from ovq.ops.inputs import check_inputs
+from ovq.ops.decay import decay_between, in_chunks, out_of_chunks
+from ovq.ops.inputs import check_inputs, check_shape
+from ovq.ops.recurrence import in_working_precision, run_in_chunks, run_one_by_one
 
 
 def mesa(
@@ -61,18 +57,9 @@ def mesa(
     Source: "MesaNet" (arXiv 2506.05233), section 3, whose conjugate gradients approximate what is
     solved here.
     """
-    _check_inputs(q, k, v, g, beta, lamb, state)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    with without_autocast(q.device):  # it would cut the sums' float32 short
-        inputs, lamb, h = _in_working_precision(q, k, v, g, beta, lamb, state)
-        if q.shape[1] == 0:
-            return v.new_zeros(v.shape), h
-        if q.shape[1] == 1:
-            o, h = _step(h, lamb, *(x[:, 0] for x in inputs))
-            return o[:, None].to(q.dtype), h
-        o, h = _chunked(h, lamb, inputs, min(chunk_size, q.shape[1]))
-        return o.to(q.dtype), h
+    inputs, lamb, h = _prepared(q, k, v, g, beta, lamb, state)
+    step, chunked = partial(_step, lamb=lamb), partial(_chunked, lamb=lamb)
+    return run_in_chunks(step, chunked, h, inputs, v, chunk_size)
 
 
 def naive_mesa(
@@ -98,23 +85,19 @@ def naive_mesa(
         >>> o.item(), state.flatten().tolist()
         (4.0, [1.0, 8.0])
     """
-    _check_inputs(q, k, v, g, beta, lamb, state)
-    inputs, lamb, h = _in_working_precision(q, k, v, g, beta, lamb, state)
-    outputs = [v[:, :0]]
-    for t in range(q.shape[1]):
-        o, h = _step(h, lamb, *(x[:, t] for x in inputs))
-        outputs.append(o[:, None].to(q.dtype))
-    return torch.cat(outputs, dim=1), h
+    inputs, lamb, h = _prepared(q, k, v, g, beta, lamb, state)
+    return run_one_by_one(partial(_step, lamb=lamb), h, inputs, v)
 
 
 def _step(
     h: Float[Tensor, "B H K F"],
-    lamb: Float[Tensor, "H K"],
     q: Float[Tensor, "B H K"],
     k: Float[Tensor, "B H K"],
     v: Float[Tensor, "B H V"],
     g: Float[Tensor, "B H"],
     beta: Float[Tensor, "B H"],
+    *,
+    lamb: Float[Tensor, "H K"],
 ) -> tuple[Float[Tensor, "B H V"], Float[Tensor, "B H K F"]]:
     """One token: decay, add, solve, read."""
     added = (beta[..., None] * k)[..., :, None] * torch.cat([k, v], dim=-1)[..., None, :]
@@ -126,9 +109,10 @@ def _step(
 
 def _chunked(
     h: Float[Tensor, "B H K F"],
-    lamb: Float[Tensor, "H K"],
     inputs: tuple[Tensor, ...],
     chunk_size: int,
+    *,
+    lamb: Float[Tensor, "H K"],
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H K F"]]:
     """The sums at the start of every chunk, and from them the outputs of its tokens."""
     num_tokens = inputs[0].shape[1]
@@ -167,33 +151,15 @@ def _read_chunk(
     return within + from_start[..., None] * (solved @ sums)
 
 
-def _in_working_precision(
+def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lamb: Tensor, state: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Float[Tensor, "H K"], Float[Tensor, "B H K F"]]:
-    """Inputs, regularisation and sums in float32, in float64 for float64 queries."""
-    working = torch.promote_types(q.dtype, torch.float32)
-    if state is None:
-        state = q.new_zeros(_state_shape(q, v), dtype=working)
-    return tuple(x.to(working) for x in (q, k, v, g, beta)), lamb.to(working), state.to(working)
-
-
-def _state_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    return q.shape[0], q.shape[2], q.shape[3], q.shape[3] + v.shape[3]
-
-
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lamb: Tensor, state: Tensor | None
-) -> None:
+    """Inputs, regularisation and sums, checked, in the working precision."""
     check_inputs(q, k, v)
-    check_floating(3, g=g, beta=beta)
-    check_floating(2, lamb=lamb)
-    if k.shape != q.shape:
-        raise ValueError(f"k must have the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
-    for name, x, wanted in (
-        ("g", g, q.shape[:3]),
-        ("beta", beta, q.shape[:3]),
-        ("lamb", lamb, q.shape[2:]),
-    ):
-        if x.shape != wanted:
-            raise ValueError(f"{name} must have the shape {tuple(wanted)}, got {tuple(x.shape)}")
-    check_state(state, _state_shape(q, v))
+    check_shape("[B, T, H, K]", q.shape, k=k)
+    check_shape("[B, T, H]", q.shape[:3], g=g, beta=beta)
+    check_shape("[H, K]", q.shape[2:], lamb=lamb)
+    B, _, H, K = q.shape
+    shape = (B, H, K, K + v.shape[3])
+    (*inputs, lamb), h = in_working_precision(state, shape, q, k, v, g, beta, lamb)
+    return tuple(inputs), lamb, h

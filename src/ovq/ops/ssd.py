@@ -1,17 +1,12 @@
 """State space duality: the selective state space of Mamba-2, in a form made of matrix products."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ovq.ops.decay import (
-    check_floating,
-    check_state,
-    decay_between,
-    in_chunks,
-    out_of_chunks,
-    without_autocast,
-)
+from ovq.ops.chunk_scan import scan_chunks
+from ovq.ops.decay import decay_between, in_chunks, out_of_chunks
+from ovq.ops.inputs import check_floating, check_shape
+from ovq.ops.recurrence import in_working_precision, run_in_chunks, run_one_by_one
 
 
 def ssd(
@@ -55,18 +50,8 @@ def ssd(
 
     Source: "Transformers are SSMs" (arXiv 2405.21060), section 6.
     """
-    _check_inputs(x, dt, A, B, C, state)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    with without_autocast(x.device):  # it would cut the state's float32 short
-        inputs, h = _in_working_precision(x, dt, A, B, C, state)
-        if x.shape[1] == 0:
-            return x.new_zeros(x.shape), h
-        if x.shape[1] == 1:
-            y, h = _step(h, *(z[:, 0] for z in inputs))
-            return y[:, None].to(x.dtype), h
-        y, h = _chunked(h, *inputs, chunk_size=min(chunk_size, x.shape[1]))
-        return y.to(x.dtype), h
+    inputs, h = _prepared(x, dt, A, B, C, state)
+    return run_in_chunks(_step, _chunked, h, inputs, x, chunk_size)
 
 
 def naive_ssd(
@@ -90,13 +75,8 @@ def naive_ssd(
         >>> y.item(), naive_ssd(8 * one, half, torch.zeros(1), one, one, state)[0].item()
         (4.0, 8.0)
     """
-    _check_inputs(x, dt, A, B, C, state)
-    inputs, h = _in_working_precision(x, dt, A, B, C, state)
-    outputs = [x[:, :0]]
-    for t in range(x.shape[1]):
-        y, h = _step(h, *(z[:, t] for z in inputs))
-        outputs.append(y[:, None].to(x.dtype))
-    return torch.cat(outputs, dim=1), h
+    inputs, h = _prepared(x, dt, A, B, C, state)
+    return run_one_by_one(_step, h, inputs, x)
 
 
 def _step(
@@ -113,65 +93,40 @@ def _step(
 
 
 def _chunked(
-    h: Float[Tensor, "B H K V"],
-    x: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H"],
-    B: Float[Tensor, "B T G K"],
-    C: Float[Tensor, "B T G K"],
-    *,
-    chunk_size: int,
+    h: Float[Tensor, "B H K V"], inputs: tuple[Tensor, ...], chunk_size: int
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H K V"]]:
     """All chunks at once: what tokens read within a chunk, what they leave, what they find.
 
-    Arguments as of :func:`_step`. Heads stand in their groups, ``[M, B, G, H / G, C, ...]``, so
-    that products of ``B`` and ``C`` are taken once for each group.
+    Inputs as of :func:`_step`. Heads stand in their groups, ``[M, B, G, H / G, C, ...]``, so that
+    products of ``B`` and ``C`` are taken once for each group.
     """
-    num_tokens, groups = x.shape[1], (B.shape[2], -1)
-    x, g = (in_chunks(z, chunk_size).unflatten(2, groups) for z in (x, g))
-    B, C = (in_chunks(z, chunk_size).unsqueeze(3) for z in (B, C))
+    num_tokens, groups = inputs[0].shape[1], (inputs[2].shape[2], -1)
+    x, g, B, C = (in_chunks(z, chunk_size) for z in inputs)
+    x, g = (z.unflatten(2, groups) for z in (x, g))
+    B, C = (z.unsqueeze(3) for z in (B, C))
     decay, from_start = decay_between(g), g.cumsum(-1).exp()
     within = ((C @ B.mT) * decay) @ x
     left = B.mT @ (decay[..., -1, :, None] * x)  # [M, B, G, H / G, K, V]
-
-    h, before = h.unflatten(1, groups), []
-    for left_m, whole_m in zip(left, from_start[..., -1, None, None], strict=True):
-        before.append(h)
-        h = whole_m * h + left_m
-    found = from_start[..., None] * (C @ torch.stack(before))
+    before, h = scan_chunks(from_start[..., -1], left, h.unflatten(1, groups))
+    found = from_start[..., None] * (C @ before)
     return out_of_chunks((within + found).flatten(2, 3), num_tokens), h.flatten(1, 2)
 
 
-def _in_working_precision(
+def _prepared(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Float[Tensor, "B H K V"]]:
-    """``dt x``, ``dt A``, ``B``, ``C`` and the state in float32, in float64 for float64 inputs."""
-    working = torch.promote_types(x.dtype, torch.float32)
-    if state is None:
-        state = x.new_zeros(x.shape[0], x.shape[2], B.shape[3], x.shape[3], dtype=working)
-    x, dt, A, B, C = (z.to(working) for z in (x, dt, A, B, C))
-    return (dt[..., None] * x, dt * A, B, C), state.to(working)
-
-
-def _check_inputs(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
-) -> None:
+    """``dt x``, ``dt A``, ``B``, ``C`` and the state, checked, in the working precision."""
     check_floating(4, x=x, B=B, C=C)
-    check_floating(3, dt=dt)
-    check_floating(1, A=A)
     if not x.dtype == B.dtype == C.dtype:
         raise ValueError(f"x, B, C must share one dtype, got {x.dtype}, {B.dtype}, {C.dtype}")
-    if dt.shape != x.shape[:3]:
-        raise ValueError(
-            f"dt must have the batch, tokens and heads of x {tuple(x.shape[:3])}, "
-            f"got {tuple(dt.shape)}"
-        )
-    if A.shape[0] != x.shape[2]:
-        raise ValueError(f"A must have one rate a head, {x.shape[2]} here, got {A.shape[0]}")
+    check_shape("[B, T, H]", x.shape[:3], dt=dt)
+    check_shape("[H]", x.shape[2:3], A=A)
     if B.shape[:2] != x.shape[:2] or B.shape[2] == 0 or x.shape[2] % B.shape[2]:
         raise ValueError(
             f"B must have the batch and tokens of x {tuple(x.shape[:3])}, and groups that divide "
             f"its heads, got {tuple(B.shape)}"
         )
-    if C.shape != B.shape:
-        raise ValueError(f"C must have the shape of B {tuple(B.shape)}, got {tuple(C.shape)}")
-    check_state(state, (x.shape[0], x.shape[2], B.shape[3], x.shape[3]))
+    check_shape("[B, T, G, K]", B.shape, C=C)
+    shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3])
+    (x, dt, A, B, C), h = in_working_precision(state, shape, x, dt, A, B, C)
+    return (dt[..., None] * x, dt * A, B, C), h

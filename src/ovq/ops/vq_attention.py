@@ -3,20 +3,22 @@
 Keys that share a code share a logit, so the past needs one mean of values and one count per code.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ovq.ops.decay import without_autocast
 from ovq.ops.inputs import check_inputs
 from ovq.ops.quantization import nearest_codes, quantized
-from ovq.ops.vq_state import VQState, tail_length
+from ovq.ops.vq_line import Line, at
+from ovq.ops.vq_state import VQState
 
 # A logit that no other comes near to: its weight is exactly zero, and no sum with it is infinite.
 NEVER = -1e9
+STRAIGHT_THROUGH = ("keys", "scores")
 
 
 def vq_attention(
@@ -28,6 +30,7 @@ def vq_attention(
     state: VQState | None = None,
     *,
     block_size: int,
+    straight_through: str = "keys",
     assigned: Int[Tensor, "B T G"] | None = None,
 ) -> tuple[Float[Tensor, "B T H V"], VQState]:
     """Causal softmax attention to quantized keys, blocks in parallel.
@@ -41,9 +44,18 @@ def vq_attention(
         o      = softmax(logits) . [ v_j ... ; mean of the values with code m ... ]
 
     It is ``softmax(beta q . c[k_j])`` over *all* earlier tokens, without approximation beyond the
-    quantization. Gradients go straight through the quantization to the keys of the two blocks, and
-    to all values; the codes get none, being trained by moving averages. Training holds the means
-    before each block, ``T / C`` times ``[S, K + V]`` numbers per row and key-value head.
+    quantization. Gradients reach all values; the codes get none, being trained by moving averages.
+    What goes straight through the quantization to queries and keys is a choice, and changes no
+    output:
+
+    * ``"keys"``, as in Transformer-VQ: the gradient of a quantized key is the key's. Queries meet
+      codes, older keys get nothing.
+    * ``"scores"``: the gradient of ``q . c[k_j]`` is that of ``q . k_j``. Queries meet the keys
+      themselves; with older tokens it is that of ``q`` and the mean of the keys with the code, and
+      so reaches each of them. Keys that came with a state are met as their codes.
+
+    Training holds the means before each block, ``T / C`` times ``[S, V]`` numbers per row and
+    key-value head, and ``[S, 2K]`` more for ``"scores"``.
 
     Args:
         q: queries ``[B, T, H, K]``, normally of unit norm.
@@ -53,14 +65,15 @@ def vq_attention(
         codes: the codebook of each key-value head, ``[G, S, K]``.
         state: what came before; ``None`` at the start. It is not changed.
         block_size: ``C >= 1``. It decides where gradients flow, and what is held in a state.
+        straight_through: ``"keys"`` or ``"scores"``.
         assigned: the code of each key, ``[B, T, G]``; ``None`` for the nearest.
 
     Returns:
         The output ``[B, T, H, V]`` in the dtype of ``q``, and the state after the last token.
 
     Raises:
-        ValueError: shapes that do not fit, ``block_size < 1``, or a state of another batch size,
-            other heads, codes or blocks.
+        ValueError: shapes that do not fit, ``block_size < 1``, an unknown ``straight_through``, or
+            a state of another batch size, other heads, codes or blocks.
 
     Example:
         >>> q = k = F.normalize(torch.randn(1, 100, 2, 4), dim=-1)
@@ -72,18 +85,24 @@ def vq_attention(
     Source: "Transformer-VQ" (arXiv 2309.16354), section 3.3; as there, all keys are quantized.
     """
     _check(q, k, v, beta, codes, block_size, assigned)
+    check_straight_through(straight_through)
     _check_state(state, k, v, codes, block_size)
     with without_autocast(q.device):  # it would cut the means' float32 short
-        k_hat, v_in, assigned = _working_inputs(k, v, codes, assigned)
-        scaled = q.to(k_hat.dtype) * beta.to(k_hat.dtype)[:, None]
-        codes = codes.detach().to(k_hat.dtype)
-        line = _Line.of(k_hat, v_in, assigned, state, codes.shape[1], block_size)
-        sums, counts = line.totals_before_blocks()
+        k_hat, k, v, assigned = _working_inputs(k, v, codes, assigned)
+        q_in, codes, scale = q.to(k), codes.detach().to(k), beta.to(k)[:, None]
+        line = Line.of(k_hat, k, v, assigned, state, codes.shape[1], block_size)
+        counts = line.counts_before_blocks()
+        sums = line.sums_before_blocks(line.values, line.start.value_means)
         means = sums / counts.clamp_min(1)[..., None]
+        scored = q_in, line.keys, codes
+        if straight_through == "scores" and torch.is_grad_enabled():
+            scored = _straight_through(q_in, line, codes, counts)
+        queries, keys, codes = scored
+        queries = queries * scale
         if state is not None and q.shape[1] == 1:
-            o = _attend_one(scaled, line, codes, means[:, 0], counts[:, 0])
+            o = _attend_one(queries, keys, codes, line, means[:, 0], counts[:, 0])
         else:
-            o = _attend_in_blocks(scaled, line, codes, means, counts)
+            o = _attend_in_blocks(queries, keys, codes, line, means, counts)
         after = line.state_after(sums, counts)
     return o.to(q.dtype), after
 
@@ -97,6 +116,7 @@ def naive_vq_attention(
     state: VQState | None = None,
     *,
     block_size: int,
+    straight_through: str = "keys",
     assigned: Int[Tensor, "B T G"] | None = None,
 ) -> tuple[Float[Tensor, "B T H V"], VQState]:
     """The same by its definition, one token at a time: the oracle.
@@ -111,9 +131,10 @@ def naive_vq_attention(
         [1.0]
     """
     _check(q, k, v, beta, codes, block_size, assigned)
+    check_straight_through(straight_through)
     _check_state(state, k, v, codes, block_size)
-    k_hat, v_in, assigned = _working_inputs(k, v, codes, assigned)
-    scaled, codes = q.to(k_hat.dtype) * beta.to(k_hat.dtype)[:, None], codes.detach().to(k_hat)
+    k_hat, raw, v_in, assigned = _working_inputs(k, v, codes, assigned)
+    q_in, scale, codes = q.to(raw), beta.to(raw)[:, None], codes.detach().to(raw)
     (B, T, H, _), G, V = q.shape, k.shape[2], v.shape[3]
     if state is None:
         state = VQState.empty(
@@ -125,8 +146,9 @@ def naive_vq_attention(
         for g in range(G):
             of_group = slice(g * H // G, (g + 1) * H // G)
             o[row, :, of_group] = _recur(
-                scaled[row, :, of_group], k_hat[row, :, g], v_in[row, :, g], assigned[row, :, g],
+                q_in[row, :, of_group], k_hat[row, :, g], v_in[row, :, g], assigned[row, :, g],
                 codes[g], state.select_rows(torch.tensor([row])), after, row, g,
+                scale=scale[of_group], met=raw[row, :, g] if straight_through == "scores" else None,
             )  # fmt: skip
     return o.to(q.dtype), replace(after, num_tokens=state.num_tokens + T)
 
@@ -141,26 +163,39 @@ def _recur(
     after: VQState,
     row: int,
     g: int,
+    *,
+    scale: Float[Tensor, "J 1"],
+    met: Float[Tensor, "T K"] | None,
 ) -> Float[Tensor, "T J V"]:
-    """The tokens of one row and key-value head; its part of the state is written to ``after``."""
+    """The tokens of one row and key-value head; its part of the state is written to ``after``.
+
+    Gradients of scores meet the keys ``met``, older ones by their means; or quantized keys if it is
+    ``None``, older ones as codes.
+    """
     C, length = before.block_size, int(before.tail_length[0])
-    means, counts = before.value_means[0, g], before.counts[0, g]
+    means, counts, met_means = before.value_means[0, g], before.counts[0, g], codes
     keys, values, members = (
         list(tail[0, :length, g])
         for tail in (before.tail_keys, before.tail_values, before.tail_assigned)
     )
+    met_keys = list(keys)
     outputs = [v.new_zeros(0, q.shape[1], v.shape[1])]
     for t in range(len(q)):
         keys, values, members = [*keys, k[t]], [*values, v[t]], [*members, assigned[t]]
-        over_codes = q[t] @ codes.mT + counts.to(codes).log()  # [J, S]
-        weights = torch.cat([over_codes, q[t] @ torch.stack(keys).mT], dim=-1).softmax(-1)
+        met_keys = [*met_keys, k[t] if met is None else met[t]]
+        over_codes = scale * _scores(q[t], codes, met_means) + counts.to(codes).log()  # [J, S]
+        over_keys = scale * _scores(q[t], torch.stack(keys), torch.stack(met_keys))
+        weights = torch.cat([over_codes, over_keys], dim=-1).softmax(-1)
         outputs.append((weights @ torch.cat([means, torch.stack(values)]))[None])
         if len(keys) == 2 * C:  # the older block joins the means
-            for m, value in zip(members[:C], values[:C], strict=True):
+            for m, value, key in zip(members[:C], values[:C], met_keys[:C], strict=True):
                 joins = F.one_hot(m, len(counts))
                 counts = counts + joins
-                means = means + (joins.to(means) / counts.clamp_min(1))[:, None] * (value - means)
-            keys, values, members = keys[C:], values[C:], members[C:]
+                share = (joins.to(means) / counts.clamp_min(1))[:, None]
+                means = means + share * (value - means)
+                if met is not None:
+                    met_means = met_means + share * (key - met_means)
+            keys, values, members, met_keys = keys[C:], values[C:], members[C:], met_keys[C:]
     after.value_means[row, g] = means * (counts > 0)[:, None]  # an unused one is a constant
     after.counts[row, g] = counts
     tails = (after.tail_keys, keys), (after.tail_values, values), (after.tail_assigned, members)
@@ -171,131 +206,49 @@ def _recur(
     return torch.cat(outputs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    """The tail of the state and the new tokens of each row, joined without a gap and cut in blocks.
+def _scores(
+    q: Float[Tensor, "J K"], rows: Float[Tensor, "M K"], met: Float[Tensor, "M K"]
+) -> Float[Tensor, "J M"]:
+    """``q . rows``, with the gradient of ``q . met``."""
+    through = q @ met.mT
+    return through + (q @ rows.mT - through).detach()
 
-    Rows may stand at different places of their block, but a tail begins with one: so all rows have
-    their blocks at the same places of the line.
 
-    Attributes:
-        keys: ``[B, n, C, G, K]``; past the last token of a row there is no meaning.
-        values: ``[B, n, C, G, V]``.
-        assigned: ``[B, n, C, G]``.
-        start: the state before.
-        first: ``[B]``, the place of the first new token.
-        num_new: ``T``.
+def _straight_through(
+    q: Float[Tensor, "B T H K"],
+    line: Line,
+    codes: Float[Tensor, "G S K"],
+    counts: Int[Tensor, "B n G S"],
+) -> tuple[Float[Tensor, "B T H L"], Float[Tensor, "B n C G L"], Float[Tensor, "B n G S L"]]:
+    """Queries, keys and codes of ``L = 2K``: the same scores, with the gradients of other keys.
+
+    With ``x`` a key and ``c`` its code, ``q . c = q . x + q . (c - x)``, of which the first product
+    alone has gradients; for a code, ``x`` is the mean of its keys before each block.
     """
-
-    keys: Float[Tensor, "B n C G K"]
-    values: Float[Tensor, "B n C G V"]
-    assigned: Int[Tensor, "B n C G"]
-    start: VQState
-    first: Int[Tensor, " B"]
-    num_new: int
-
-    @classmethod
-    def of(
-        cls,
-        k: Float[Tensor, "B T G K"],
-        v: Float[Tensor, "B T G V"],
-        assigned: Int[Tensor, "B T G"],
-        state: VQState | None,
-        num_codes: int,
-        block_size: int,
-    ) -> "_Line":
-        (B, T, G, K), V = k.shape, v.shape[3]
-        capacity = 0 if state is None else 2 * block_size - 1
-        if state is None:
-            state = VQState.empty(
-                B, G, K, V,
-                num_codes=num_codes, block_size=block_size, dtype=k.dtype, device=k.device,
-            )  # fmt: skip
-        num_blocks = max(1, -(-(capacity + T) // block_size))
-        first = state.tail_length
-        places = torch.arange(num_blocks * block_size, device=k.device)
-        source = torch.where(places < first[:, None], places, capacity + places - first[:, None])
-        fill = num_blocks * block_size  # whatever a row is short of
-
-        def joined(tail: Tensor, new: Tensor) -> Tensor:
-            pool = torch.cat([tail[:, :capacity].to(new.dtype), new], dim=1)
-            pool = F.pad(pool, (0, 0) * (new.ndim - 2) + (0, fill))
-            return _at(pool, source).unflatten(1, (num_blocks, block_size))
-
-        return cls(
-            keys=joined(state.tail_keys, k),
-            values=joined(state.tail_values, v),
-            assigned=joined(state.tail_assigned, assigned),
-            start=state,
-            first=first,
-            num_new=T,
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return self.keys.shape[1]
-
-    def totals_before_blocks(
-        self,
-    ) -> tuple[Float[Tensor, "B n G S V"], Int[Tensor, "B n G S"]]:
-        """Sums of values and counts per code: the state's, then with each block but the last."""
-        values = self.values[:, :-1].transpose(2, 3)  # [B, n - 1, G, C, V]
-        assigned = self.assigned[:, :-1].transpose(2, 3)
-        counts, ones = self.start.counts[:, None], torch.ones_like(assigned)
-        sums = self.start.value_means.to(values.dtype) * self.start.counts[..., None]
-        of_blocks = values.new_zeros(*values.shape[:3], *sums.shape[2:]).scatter_add(
-            3, assigned[..., None].expand_as(values), values
-        )
-        counts_of_blocks = ones.new_zeros(*ones.shape[:3], counts.shape[3]).scatter_add(
-            3, assigned, ones
-        )
-        return (
-            torch.cat([sums[:, None], of_blocks], dim=1).cumsum(1),
-            torch.cat([counts, counts_of_blocks], dim=1).cumsum(1),
-        )
-
-    def state_after(
-        self, sums: Float[Tensor, "B n G S V"], counts: Int[Tensor, "B n G S"]
-    ) -> VQState:
-        """What is left once the blocks before the previous one are in the means."""
-        C, capacity = self.keys.shape[2], self.start.tail_keys.shape[1]
-        held = self.first + self.num_new
-        length = tail_length(held, C)
-        num_absorbed = (held - length) // C  # blocks
-        tail = torch.arange(capacity, device=held.device)
-        is_token = tail < length[:, None]
-        places = (held - length)[:, None] + tail.minimum(length[:, None] - 1).clamp_min(0)
-
-        def of_tail(x: Tensor) -> Tensor:
-            mask = is_token.view(*is_token.shape, *[1] * (x.ndim - 3))
-            return torch.where(mask, _at(x.flatten(1, 2), places), 0)
-
-        counts_after = _at(counts, num_absorbed[:, None])[:, 0]
-        sums_after = _at(sums, num_absorbed[:, None])[:, 0]
-        return VQState(
-            value_means=sums_after / counts_after.clamp_min(1)[..., None],
-            counts=counts_after,
-            tail_keys=of_tail(self.keys),
-            tail_values=of_tail(self.values),
-            tail_assigned=of_tail(self.assigned),
-            num_tokens=self.start.num_tokens + self.num_new,
-        )
+    sums = line.sums_before_blocks(line.raw_keys, codes)
+    key_means = sums / counts.clamp_min(1)[..., None]  # zero without members: of weight zero
+    return (
+        torch.cat([q, q.detach()], dim=-1),
+        torch.cat([line.raw_keys, (line.keys - line.raw_keys).detach()], dim=-1),
+        torch.cat([key_means, (codes - key_means).detach()], dim=-1),
+    )
 
 
 def _attend_in_blocks(
     q: Float[Tensor, "B T H K"],
-    line: _Line,
-    codes: Float[Tensor, "G S K"],
+    keys: Float[Tensor, "B n C G K"],
+    codes: Float[Tensor, "... G S K"],
+    line: Line,
     means: Float[Tensor, "B n G S V"],
     counts: Int[Tensor, "B n G S"],
 ) -> Float[Tensor, "B T H V"]:
     """Every block of queries beside its block of keys, the one before, and the codes."""
-    B, n, C = line.keys.shape[:3]
+    B, n, C = keys.shape[:3]
     places = torch.arange(n * C, device=q.device)
     new = (places - line.first[:, None]).clamp(0, max(0, q.shape[1] - 1))
     if q.shape[1] == 0:
         return means.new_zeros(B, 0, q.shape[2], means.shape[-1])
-    queries = _at(q, new).unflatten(1, (n, C))
+    queries = at(q, new).unflatten(1, (n, C))
 
     def with_block_before(x: Tensor) -> Tensor:
         before = F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:, :-1]
@@ -308,29 +261,31 @@ def _attend_in_blocks(
     i, j = (torch.arange(length, device=q.device) for length in (C, 2 * C))
     o = _joint_softmax(
         queries.flatten(0, 1),
-        with_block_before(line.keys).flatten(0, 1),
+        with_block_before(keys).flatten(0, 1),
         with_block_before(line.values).flatten(0, 1),
         bias.expand(B, n, 2 * C).flatten(0, 1),
-        codes,
+        codes if codes.ndim == 3 else codes[:, older].flatten(0, 1),
         means[:, older].flatten(0, 1),
         counts[:, older].flatten(0, 1),
         visible=j <= i[:, None] + C,
     )
     o = o.unflatten(0, (B, n)).flatten(1, 2)
-    return _at(o, line.first[:, None] + torch.arange(q.shape[1], device=q.device))
+    return at(o, line.first[:, None] + torch.arange(q.shape[1], device=q.device))
 
 
 def _attend_one(
     q: Float[Tensor, "B 1 H K"],
-    line: _Line,
-    codes: Float[Tensor, "G S K"],
+    keys: Float[Tensor, "B n C G K"],
+    codes: Float[Tensor, "... G S K"],
+    line: Line,
     means: Float[Tensor, "B G S V"],
     counts: Int[Tensor, "B G S"],
 ) -> Float[Tensor, "B 1 H V"]:
     """One new token beside the tail and the codes: decoding."""
-    keys, values = line.keys.flatten(1, 2), line.values.flatten(1, 2)
+    keys, values = keys.flatten(1, 2), line.values.flatten(1, 2)
     places = torch.arange(keys.shape[1], device=q.device)
     bias = torch.where(places <= line.first[:, None], 0.0, NEVER).to(q.dtype)
+    codes = codes if codes.ndim == 3 else codes[:, 0]
     return _joint_softmax(q, keys, values, bias, codes, means, counts, visible=None)
 
 
@@ -339,7 +294,7 @@ def _joint_softmax(
     keys: Float[Tensor, "M W G K"],
     values: Float[Tensor, "M W G V"],
     bias: Float[Tensor, "M W"],
-    codes: Float[Tensor, "G S K"],
+    codes: Float[Tensor, "... G S K"],
     means: Float[Tensor, "M G S V"],
     counts: Int[Tensor, "M G S"],
     visible: Bool[Tensor, "C W"] | None,
@@ -352,7 +307,7 @@ def _joint_softmax(
     (M, C, H, K), G, V = q.shape, keys.shape[2], values.shape[3]
     width = max(K + 1, V)  # the fused kernels want one width
     log_counts = torch.where(counts > 0, counts.clamp_min(1).to(q.dtype).log(), NEVER)
-    over_codes = torch.cat([codes.expand(M, *codes.shape), log_counts[..., None]], dim=-1)
+    over_codes = torch.cat([codes.expand(*counts.shape, K), log_counts[..., None]], dim=-1)
     over_keys = torch.cat([keys, bias[..., None, None].expand(M, -1, G, 1)], dim=-1)
     all_keys = torch.cat([over_codes, over_keys.transpose(1, 2)], dim=2)  # [M, G, S + W, K + 1]
     all_values = torch.cat([means, values.transpose(1, 2)], dim=2)
@@ -370,20 +325,30 @@ def _joint_softmax(
     return o[..., :V].unflatten(2, (H // G, C)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _at(x: Shaped[Tensor, "B P *F"], places: Int[Tensor, "B Q"]) -> Shaped[Tensor, "B Q *F"]:
-    """The entries of each row at its own places."""
-    index = places.view(*places.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
-    return x.gather(1, index)
-
-
 def _working_inputs(
     k: Tensor, v: Tensor, codes: Tensor, assigned: Tensor | None
-) -> tuple[Float[Tensor, "B T G K"], Float[Tensor, "B T G V"], Int[Tensor, "B T G"]]:
-    """Quantized keys and the values in the working dtype, and the keys' codes."""
+) -> tuple[
+    Float[Tensor, "B T G K"],
+    Float[Tensor, "B T G K"],
+    Float[Tensor, "B T G V"],
+    Int[Tensor, "B T G"],
+]:
+    """Quantized keys, keys and values in the working dtype, and the keys' codes."""
     working = torch.promote_types(k.dtype, torch.float32)
     if assigned is None:
         assigned = nearest_codes(k, codes)
-    return quantized(k.to(working), codes, assigned), v.to(working), assigned
+    k = k.to(working)
+    return quantized(k, codes, assigned), k, v.to(working), assigned
+
+
+def check_straight_through(name: str) -> None:
+    """Raise unless there is such a gradient.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in STRAIGHT_THROUGH:
+        raise ValueError(f"straight_through must be one of {STRAIGHT_THROUGH}, got {name!r}")
 
 
 def _check(q, k, v, beta, codes, block_size, assigned) -> None:

@@ -5,6 +5,7 @@ encoding, and ``transformers.PreTrainedTokenizerFast(tokenizer_object=...)`` tak
 module needs the extra ``train``; the rest of :mod:`ovq.tasks` does not.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,6 +23,7 @@ except ImportError as error:
     ) from error
 
 NUM_BYTES = 256
+END_OF_TEXT = "<|endoftext|>"
 # Long texts are encoded in blocks of this many characters, to keep the memory of one call small.
 _BLOCK_LENGTH = 2**16
 
@@ -81,6 +83,26 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"yield, got {vocab_size}"
         )
     return tokenizer
+
+
+def with_end_of_text(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy in which the byte 0xFF, which no UTF-8 text holds, is the mark :data:`END_OF_TEXT`.
+
+    Evaluation tools ask for a token to begin with and one to pad with. This one has an id that the
+    model knows, and every text keeps its encoding, unless it spells out the mark.
+
+    Args:
+        tokenizer: of this module, by :func:`byte_tokenizer` or :func:`train_bpe`.
+
+    >>> with_end_of_text(byte_tokenizer()).encode("\u00ff" + END_OF_TEXT).ids
+    [195, 191, 255]
+    """
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[END_OF_TEXT] = vocabulary.pop(_letters_of_bytes()[0xFF])
+    marked = Tokenizer.from_str(json.dumps(content))
+    marked.add_special_tokens([END_OF_TEXT])
+    return marked
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Int64[Tensor, " T"]:

@@ -25,7 +25,9 @@ class Chunk(NamedTuple):
         keys: ``[r, E]`` where the exact tokens, those of the window before the chunk and then its
             own, stand in the flat list.
         queries: ``[r, w]`` where the call's own tokens of this chunk stand there.
-        visible: ``[r, w, E]`` the exact tokens that each query attends to.
+        query_places: ``[r, w]`` where these queries stand, counted from the first exact token.
+        key_places: ``[E]`` where the exact tokens stand, counted likewise.
+        visible: ``[r, w, E]`` the exact tokens that each query attends to: those at or before it.
         leaving: ``[f]`` the places in ``rows`` of those that now absorb a chunk: the first ``C`` of
             the exact tokens.
     """
@@ -33,6 +35,8 @@ class Chunk(NamedTuple):
     rows: Int[Tensor, " r"]
     keys: Int[Tensor, "r E"]
     queries: Int[Tensor, "r w"]
+    query_places: Int[Tensor, "r w"]
+    key_places: Int[Tensor, " E"]
     visible: Bool[Tensor, "r w E"]
     leaving: Int[Tensor, " f"]
 
@@ -128,11 +132,12 @@ class ChunkGrid:
         query_offset = offset[:, None] + step  # [r, w]
         queries = self.places(rows, start + query_offset)
         queries = queries.masked_fill(step >= num_queries[:, None], self.empty)
-        exact = torch.arange(oldest, start + C)
-        visible = exact <= start + query_offset[..., None]
-        keys = self.places(rows, exact.expand(len(rows), -1))
+        key_places = torch.arange(start + C - oldest)
+        query_places = start - oldest + query_offset
+        visible = key_places <= query_places[..., None]
+        keys = self.places(rows, (oldest + key_places).expand(len(rows), -1))
         leaving = ((length >= start + C) & (start >= self.window_size)).nonzero().flatten()
-        indices = (rows, keys, queries, visible, leaving)
+        indices = (rows, keys, queries, query_places, key_places, visible, leaving)
         return Chunk(*(tensor.to(self.device) for tensor in indices))
 
     def chunks(self, reverse: bool = False) -> Iterator[Chunk]:

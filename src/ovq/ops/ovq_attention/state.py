@@ -1,11 +1,8 @@
 """What OVQ attention remembers: two dictionaries, their counts, and the tokens not absorbed."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import PathLike
-from os import replace as rename
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,10 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ovq.ops.ovq_attention.dictionary import DictionaryConfig
+from ovq.ops.state_file import StateFile
 
-FORMAT = "ovq-state"
-FORMAT_VERSION = 2  # 2: window_size, centroid='direction'
-_NEEDS_SAFETENSORS = "saving and loading states needs safetensors: pip install 'ovq[models]'"
 TENSOR_NAMES = (
     "key_means", "value_means", "counts", "num_active", "num_absorbed", "tail_keys", "tail_values",
     "tail_length",
@@ -142,64 +137,22 @@ class OVQState:
             ValueError: ``path`` is a folder, or lies in none.
             ImportError: safetensors is not installed.
         """
-        folder = Path(path).parent
-        if not folder.is_dir():
-            raise ValueError(f"path must lie in an existing folder, got {path}")
-        if Path(path).is_dir():
-            raise ValueError(f"path must be a file, got the folder {path}")
-        try:
-            from safetensors.torch import save_file
-        except ImportError as error:
-            raise ImportError(_NEEDS_SAFETENSORS) from error
-
-        metadata = {
-            "format": FORMAT,
-            "version": str(FORMAT_VERSION),
-            "dictionary": json.dumps(asdict(self.dictionary)),
-        }
-        tensors = {name: t.detach().contiguous() for name, t in self.tensors().items()}
-        beside = f"{path}.partial"
-        save_file(tensors, beside, metadata=metadata)
-        rename(beside, path)
+        StateFile(states=(self,)).save(path)
 
     @classmethod
     def load(cls, path: str | PathLike, device: torch.device | str = "cpu") -> "OVQState":
         """Read a state that :meth:`save` wrote.
 
         Raises:
-            ValueError: the file is truncated, of another kind, of a newer version, or its tensors
+            ValueError: the file is truncated, altered, of another kind or version, or its tensors
                 do not fit one another.
             ImportError: safetensors is not installed.
             OSError: there is no such file.
         """
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError(_NEEDS_SAFETENSORS) from error
-
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        except SafetensorError as error:
-            raise ValueError(
-                f"path must be a whole safetensors file, got {path}: {error}"
-            ) from None
-        if metadata.get("format") != FORMAT:
+        states = StateFile.load(path, (OVQState, DictionaryConfig)).states
+        if len(states) != 1 or not isinstance(states[0], cls):
             raise ValueError(f"path must be a file that OVQState.save wrote, got {path}")
-        version = metadata.get("version", "")
-        if not version.isdecimal() or int(version) > FORMAT_VERSION:
-            raise ValueError(
-                f"path must be of format version {FORMAT_VERSION} or older, got version "
-                f"{version!r} in {path}; update ovq"
-            )
-        try:
-            dictionary = DictionaryConfig(**json.loads(metadata.get("dictionary", "")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"path must hold a whole dictionary, got {path}: {error}") from None
-        if set(tensors) != set(TENSOR_NAMES):
-            raise ValueError(f"path must hold the tensors {TENSOR_NAMES}, got {path}")
-        state = cls(dictionary=dictionary, **tensors)
+        state = states[0].to(device)
         broken = broken_shape(state) or broken_bound(state) or _broken_number(state)
         if broken is not None:
             rule, found = broken

@@ -1,0 +1,67 @@
+"""The page on state files is a transcript: its commands and its code say what it shows."""
+
+import doctest
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import ovq.models
+from ovq.cli import app
+from ovq.models.cache import CACHE_FIELD
+
+PAGE = (Path(__file__).parents[1] / "docs/state_files.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(console|python|text)\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def words(count: int, seed: int) -> str:
+    """A text of so many letters."""
+    rng = random.Random(seed)
+    some = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
+    return " ".join(rng.choices(some, k=count))[:count]
+
+
+@pytest.mark.plain  # the commands run as users run them
+def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books/first.txt").write_text(words(12_000, 1))
+    (tmp_path / "books/second.txt").write_text(words(9_000, 2))
+    names: dict = {"__name__": "page"}
+    printed = ""
+    for kind, block in BLOCKS:
+        if kind == "console":
+            for command, expected in re.findall(r"^\$ ovq (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
+                result = CliRunner().invoke(app, shlex.split(command))
+                assert result.exit_code in (0, 2), result.output
+                check(expected, result.stdout + result.stderr)
+        elif kind == "python":
+            # The argument has another name before transformers 5.24.
+            code = block.replace("cache=memory.as_prefix()", f"{CACHE_FIELD}=memory.as_prefix()")
+            exec(compile(code, "docs/state_files.md", "exec"), names)
+            printed = capsys.readouterr().out
+        else:
+            check(block, printed)
+    assert {"both.state", "later.state"} <= {path.name for path in tmp_path.iterdir()}
+    assert "18,009 tokens in 800,832 bytes" in printed_by_the_code(names)
+
+
+def printed_by_the_code(names: dict) -> str:
+    later = names["later"]
+    assert isinstance(later, ovq.models.OVQCache)
+    return f"{later.num_columns:,} tokens in {later.num_bytes:,} bytes"
+
+
+def check(expected: str, found: str) -> None:
+    """Line by line, ``...`` standing for anything."""
+    checker = doctest.OutputChecker()
+    flags = doctest.ELLIPSIS
+    assert checker.check_output(expected, found, flags), f"{expected}\n--- is not ---\n{found}"
+
+
+def test_there_is_something_to_run():
+    assert [kind for kind, _ in BLOCKS].count("console") >= 4
+    assert sum(block.count("$ ovq read") for _, block in BLOCKS) >= 4
