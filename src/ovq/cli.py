@@ -306,7 +306,7 @@ def _evaluate_tasks(
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",") if text.strip()]
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
             raise ValueError(f"{name} must be whole numbers of at least 1, got {part!r}")

@@ -16,6 +16,7 @@ class SmallConfig:
     use_short_conv: bool = False
     num_codes: int = 7
     block_size: int = 3
+    straight_through: str = "keys"
     expand_v: float = 1.0
     ssm_state_size: int = 6
     ssm_expand: float = 2.0

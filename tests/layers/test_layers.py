@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ovq.layers import FullAttention, OVQAttention, SlidingWindowAttention, build_mixer
+from ovq.layers import MIXERS, FullAttention, OVQAttention, SlidingWindowAttention, build_mixer
+from ovq.layers.registry import WITH_SHORT_CONV, check_short_conv
 from ovq.layers.short_conv import ShortConvolution
 from ovq.ops.ovq_attention import DictionaryConfig, ovq_attention
 
@@ -69,6 +70,20 @@ def test_short_convolution_is_in_the_state(config):
     assert mixer.state_size(9) == without.state_size(9) + 3 * (4 + 2 + 2) * 8 * 4
     with pytest.raises(ValueError, match=r"convolution inputs \(1, 3, 64\).*got \(1, 0, 0\)"):
         mixer(torch.randn(1, 2, 32), without(torch.randn(1, 2, 32))[1])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_the_registry_tells_of_short_convolutions(name, config):
+    mixer = build_mixer(name, replace(config, use_short_conv=True), layer_idx=0)
+    has_one = any(isinstance(module, ShortConvolution) for module in mixer.modules())
+    assert has_one == (name in WITH_SHORT_CONV)
+
+
+def test_a_short_convolution_that_no_mixer_may_have_raises():
+    check_short_conv(True, ["full_attention", "ovq"])
+    check_short_conv(False, ["full_attention"])
+    with pytest.raises(ValueError, match=r"'gated_delta_net'.*'vq'.* got \['full_attention'\]"):
+        check_short_conv(True, ["full_attention"])
 
 
 def test_an_unknown_mixer_lists_the_known(config):

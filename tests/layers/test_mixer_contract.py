@@ -212,9 +212,13 @@ def test_state_moves_between_devices(mixer):
     assert state.to("cpu").num_tokens.equal(state.num_tokens)
 
 
-def test_state_of_another_batch_size_raises(mixer):
+def test_states_that_do_not_fit_raise(mixer, config):
     if isinstance(mixer, RunningMean):
         pytest.skip("the toy of this file does not check")
     _, state = mixer(hidden(6))
     with pytest.raises(ValueError, match=r"state must .*3.*2"):
         mixer(hidden(6, batch_size=3), state)
+    with pytest.raises(ValueError, match=r"state must be on cpu as .* on meta"):
+        mixer(hidden(6), state.to("meta"))
+    with pytest.raises(ValueError, match=r"states must .*(got \[\]|got none)"):
+        type(state).concat([])

@@ -73,6 +73,7 @@ def test_training_moves_the_codebooks_alone(layer):
 
 
 def test_auxiliary_loss_is_the_commitment_and_read_once(layer):
+    """At the squared norm sqrt(8) that keys have in Transformer-VQ, summed over the two heads."""
     x = torch.randn(2, 20, 32)
     layer(x)
     loss = layer.auxiliary_loss()
@@ -81,7 +82,8 @@ def test_auxiliary_loss_is_the_commitment_and_read_once(layer):
     expected = torch.tensor(0.0)
     for y, codebook in zip((k, v), layer.codebooks.values(), strict=False):
         nearest = torch.cdist(y.transpose(1, 2), codebook.codes[None]).amin(-1)
-        expected = expected + COMMITMENT_WEIGHT * nearest.square().mean()
+        at_norm = 8**0.25 * nearest
+        expected = expected + COMMITMENT_WEIGHT * at_norm.square().sum(1).mean()
     torch.testing.assert_close(loss, expected)
     (gradient,) = torch.autograd.grad(loss, [layer.k_proj.weight])
     assert gradient.any()
@@ -103,6 +105,24 @@ def test_training_reduces_the_quantization_error(layer):
         assert (health.perplexity > 4).all()
 
 
+def test_straight_through_changes_gradients_alone(config):
+    """Those of queries and keys; the values', and the codebooks, stay."""
+    x, found = torch.randn(2, 20, 32), []
+    for config.straight_through in ("keys", "scores"):
+        torch.manual_seed(0)
+        layer = train(build_mixer("vq", config, 0), x, 2)
+        o, _ = layer(x)
+        weights = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight, layer.log_beta]
+        grads = torch.autograd.grad((o * o.detach().cos()).sum(), weights)
+        found.append((o, *grads, *layer.state_dict().values()))
+    (o, q, k, *rest), (other_o, other_q, other_k, *other_rest) = found
+    torch.testing.assert_close(o, other_o)
+    assert not torch.allclose(q, other_q, rtol=0.1)
+    assert not torch.allclose(k, other_k, rtol=0.1)
+    for got, expected in zip(rest, other_rest, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_beta_starts_at_eight(layer):
     torch.testing.assert_close(layer.beta, torch.full((4,), 8.0))
 
@@ -111,6 +131,8 @@ def test_bad_sizes_raise():
     sizes = {"num_codes": 4, "block_size": 2}
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         VQAttention(32, 4, 2, 8, **(sizes | {"block_size": 0}))
+    with pytest.raises(ValueError, match=r"straight_through must be one of .*, got 'values'"):
+        VQAttention(32, 4, 2, 8, **sizes, straight_through="values")
     with pytest.raises(ValueError, match="num_codes must be at least 1, got 0"):
         VQAttention(32, 4, 2, 8, **(sizes | {"num_codes": 0}))
 

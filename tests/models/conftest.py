@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ovq.layers.registry import WITH_SHORT_CONV
 from ovq.models import OVQConfig, OVQForCausalLM
 
 
@@ -25,8 +26,11 @@ def make_model():
             "block_size": 3,
             "initializer_range": 0.3,
         }
+        fields |= changes
+        if not WITH_SHORT_CONV & set(fields["layer_pattern"]):
+            fields["use_short_conv"] = False
         torch.manual_seed(0)
-        return OVQForCausalLM(OVQConfig(**(fields | changes))).eval()
+        return OVQForCausalLM(OVQConfig(**fields)).eval()
 
     return make
 

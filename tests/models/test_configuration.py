@@ -77,6 +77,10 @@ def test_file_round_trip(tmp_path):
         ({"dictionary": None}, "dictionary must hold fields by name, got None"),
         ({"layer_pattern": [["ovq"]]}, r"layer_pattern must be a list .* got \[\['ovq'\]\]"),
         ({"use_short_conv": "no"}, "use_short_conv must be true or false, got 'no'"),
+        (
+            {"use_short_conv": True, "layer_pattern": ["full_attention", "sliding_window"]},
+            r"use_short_conv must be false unless .*'mamba2'.* got \['full_attention', 'sliding_",
+        ),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
     ],
 )

@@ -53,7 +53,7 @@ for name, tensor in shared.state_dict().items():
     distributed.broadcast(other, src=0)
     assert other.equal(tensor), name
     assert name not in before or not tensor.equal(before[name]), name
-print("equal in process", rank, flush=True)
+print("equal", flush=True)
 distributed.destroy_process_group()
 """
 
@@ -71,4 +71,4 @@ def test_two_processes_train_as_one(tmp_path):
         capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert sorted(run.stdout.splitlines()) == ["equal in process 0", "equal in process 1"]
+    assert run.stdout.count("equal") == 2

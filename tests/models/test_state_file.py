@@ -227,6 +227,21 @@ def test_a_model_state_is_no_operators_and_an_empty_one_none(make_model, token_i
         OVQCache.load(tmp_path / "empty.state", model=model)
 
 
+def test_fields_that_came_later_have_their_defaults(make_model):
+    ours = Fingerprint.of(make_model(rope_theta=10000.0))
+    dictionary = {name: ours.configuration["dictionary"][name] for name in ("num_centroids",)}
+    dictionary["chunk_size"] = ours.configuration["dictionary"]["chunk_size"]
+    older = {name: x for name, x in ours.configuration.items() if name != "rope_theta"}
+    written = {"configuration": older | {"dictionary": dictionary}, "weights": ours.weights}
+    assert ours.difference(written) is None
+    other = Fingerprint.of(make_model(rope_theta=5.0))
+    assert other.difference(written) == "rope_theta = 10000.0, not 5.0"
+    newer = {"configuration": ours.configuration | {"twist": 3}, "weights": ours.weights}
+    assert ours.difference(newer) == "twist = 3, not 'none'"
+    for damaged in (None, {}, {"configuration": 3}, {"configuration": {"hidden_size": "x"}}):
+        assert ours.difference(damaged) == "no fingerprint of a model"
+
+
 def test_the_fingerprint_ignores_what_changes_no_state(make_model):
     model = make_model()
     before = Fingerprint.of(model)

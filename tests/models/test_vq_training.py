@@ -69,6 +69,19 @@ def test_auxiliary_loss_weighs_as_its_tokens_do(make_vq, token_ids):
     torch.testing.assert_close(half, whole / 2)
 
 
+def test_what_goes_straight_through_changes_no_loss_and_the_gradients(make_vq, token_ids):
+    models = [make_vq(straight_through=name, block_size=2) for name in ("keys", "scores")]
+    losses = [model(token_ids, labels=token_ids).loss for model in models]
+    torch.testing.assert_close(losses[0], losses[1])
+    for layer, other in zip(*(model.model.layers for model in models), strict=True):
+        weights = (layer.mixer.k_proj.weight, other.mixer.k_proj.weight)
+        grads = [
+            torch.autograd.grad(loss, [weight], retain_graph=True)[0]
+            for loss, weight in zip(losses, weights, strict=True)
+        ]
+        assert not torch.allclose(*grads, rtol=0.1)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_learns_once(make_vq, token_ids, reentrant, monkeypatch):
     """Gradients, with a commitment's that can be seen, and codebooks over three steps."""

@@ -53,8 +53,8 @@ def dense(q, k, v, beta, codes, block_size: int, straight_through: str) -> Tenso
         met = torch.where(older[..., None, None], k_hat.detach()[:, None], k_hat[:, None])
     else:
         shares = (assigned[:, None, :, None] == assigned[:, None, None]) & older[:, None, :, None]
-        of_code = shares / shares.sum(3, keepdim=True).clamp_min(1)  # [B, i, j, l, G]
-        means = torch.einsum("bijlg,blgk->bijgk", of_code.to(k), k)
+        shares = shares.to(k) / shares.sum(3, keepdim=True).clamp_min(1)  # [B, i, j, l, G]
+        means = torch.einsum("bijlg,blgk->bijgk", shares, k)
         met = torch.where(older[..., None, None], means, k[:, None])
     through = torch.einsum("bihk,bijhk->bhij", q, met.repeat_interleave(2, dim=3))
     scores = torch.einsum("bihk,bjhk->bhij", q, k_hat.repeat_interleave(2, dim=2))
@@ -94,10 +94,11 @@ def test_gradients_by_hand(function, straight_through):
     beta, codes = torch.full((1,), 2.0, dtype=torch.float64), torch.full((1, 1, 1), 1.5).double()
     o, _ = function(q, k, v, beta, codes, block_size=2, straight_through=straight_through)
     assert o.flatten().tolist() == [5.0, 7.0]
-    found = [x.flatten().tolist() for x in torch.autograd.grad(o[0, 1].sum(), [q, k, v])]
-    # weight (value - output) beta: of the first key's score -2, of the second's 2.
+    found = [x.flatten() for x in torch.autograd.grad(o[0, 1].sum(), [q, k, v])]
+    # beta times weight (value - output) is -2 for the first key and 2 for the second
     of_query = {"keys": -2 * 1.5 + 2 * 1.5, "scores": -2 * 1.0 + 2 * 2.0}[straight_through]
-    assert found == [[0.0, of_query], [-2 * 3.0, 2 * 3.0], [0.5, 0.5]]
+    for got, expected in zip(found, ([0.0, of_query], [-6.0, 6.0], [0.5, 0.5]), strict=True):
+        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_outputs_and_states_do_not_depend_on_what_goes_straight_through():

@@ -74,5 +74,11 @@ def test_what_is_no_mixture_raises(unit):
     means = unit(2, 3)
     with pytest.raises(ValueError, match=r"counts must be above 0, got \[3, 0\]"):
         isotropic_mixture(means, means, torch.tensor([3, 0]), 8.0)
-    with pytest.raises(ValueError, match=r"beta must be above 0, got -1\.0"):
-        isotropic_mixture(means, means, torch.tensor([3, 1]), -1.0)
+    for beta in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"beta must be above 0, got {beta}"):
+            isotropic_mixture(means, means, torch.tensor([3, 1]), beta)
+
+
+def test_its_weights_are_the_slots_shares(unit):
+    weights = isotropic_mixture(unit(6, 3), unit(6, 3), COUNTS, 8.0).weights
+    torch.testing.assert_close(weights, COUNTS.double() / 72)

@@ -51,6 +51,13 @@ def test_an_em_step_by_hand():
     torch.testing.assert_close(em_step(means, half, points, beta), expected, atol=1e-7, rtol=0)
 
 
+def test_a_mean_that_is_responsible_for_nothing_has_no_step(clusters):
+    means, points = clusters(1.0)
+    far = torch.cat([means[:2], torch.full((1, 3), 1e3).double()])
+    with pytest.raises(ValueError, match=r"responsible for some point, got sums of \[.*, 0\.0\]"):
+        em_step(far, WEIGHTS, points, 4.0)
+
+
 def test_hard_responsibilities_make_em_newton(clusters):
     means, points = clusters(30.0)
     r = responsibilities(means, WEIGHTS, points, 4.0)

@@ -32,6 +32,18 @@ def test_a_kmeans_step_is_newton_where_soft_em_is_not(normal):
     assert em_step_is_newton_step(means, third, points, 1.0).gap > 0.1
 
 
+def test_at_a_tie_there_is_no_gradient():
+    """A point between two means at one distance: moved either way, one of them loses or wins it."""
+    points = torch.zeros(1, 1).double()
+
+    def error(first: float) -> float:
+        return quantization_error(torch.tensor([[first], [1.0]]).double(), points).item()
+
+    step = 1e-6
+    assert (error(-1 - step) - error(-1)) / step == pytest.approx(0, abs=1e-5)
+    assert (error(-1 + step) - error(-1)) / step == pytest.approx(-1, abs=1e-5)
+
+
 def test_an_empty_slot_has_no_newton_step(normal):
     means = torch.cat([normal(2, 2), torch.full((1, 2), 1e3).double()])
     with pytest.raises(ValueError, match="slots must name each of 3 slots"):
@@ -74,3 +86,5 @@ def test_it_is_a_gradient_step_at_rate_one_over_count(normal):
     means, chunk, counts = normal(3, 2), normal(6, 2), torch.tensor([4, 9, 1])
     assert running_means_step_is_gradient_step(means, counts, chunk, SLOTS).gap < 1e-12
     assert running_means_step_is_gradient_step(means, counts, chunk, SLOTS, step=0.9).gap > 0.1
+    never = torch.tensor([4, 0, 1])  # slot 1 has no points, of the past or of the chunk
+    assert running_means_step_is_gradient_step(means, never, chunk, SLOTS).gap < 1e-12

@@ -55,6 +55,16 @@ def test_far_queries_are_no_zero_over_zero(normal, unit):
     torch.testing.assert_close(gaussian_kernel_regression(q, k, v, 1e-3), v[nearest])
 
 
+@pytest.mark.parametrize("beta", [0.0, -1.0])
+@pytest.mark.parametrize(
+    "statement",
+    [softmax_attention_is_kernel_regression, softmax_attention_is_weighted_kernel_regression],
+)
+def test_no_bandwidth_belongs_to_a_beta_of_zero_or_below(unit, statement, beta):
+    with pytest.raises(ValueError, match=f"beta must be above 0, got {beta}"):
+        statement(unit(1, 2), unit(3, 2), unit(3, 2), beta)
+
+
 def test_a_bandwidth_of_zero_raises(unit):
     with pytest.raises(ValueError, match=r"bandwidth must be above 0, got 0\.0"):
         gaussian_kernel_regression(unit(1, 2), unit(3, 2), unit(3, 2), 0.0)

@@ -80,7 +80,8 @@ def test_what_is_left_is_of_third_order(normal):
 
 
 def test_far_from_the_mean_the_correction_is_no_bound(normal):
-    """A wide slot at a high beta: exact is at most log c above, the correction far beyond."""
+    """A wide slot at a high beta: no key weighs more than the one of the largest product, log c at
+    most is between that and all of them, and the correction is far beyond."""
     q, keys = normal(5, 4), normal(6, 4)
     sides = exact_weight_is_second_order_weight(q, keys, 8.0)
     assert (sides.right - sides.left).max() > 10

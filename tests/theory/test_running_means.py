@@ -83,6 +83,23 @@ def test_a_constant_rate_gives_other_means_and_another_for_each_chunking(normal)
     assert all(torch.equal(s.left[:, -1], s.right[:, -1]) for s in sides)  # counts: no rate
 
 
+def test_at_one_distance_the_product_prefers_the_longer_mean(normal, unit):
+    points = normal(50, 4)
+    means = points[0] + 2 * unit(6, 4)  # all at distance 2 of the first point
+    sides = nearest_has_largest_product(points[:1], means[means.norm(dim=-1).argsort()])
+    assert sides.right.tolist() == [5]
+
+
+def test_what_names_no_slot_or_no_chunks_raises(normal):
+    with pytest.raises(ValueError, match=r"slots must lie in \[0, 2\), got \[0, 1, 2\]"):
+        batch_means(normal(3, 2), torch.tensor([0, 1, 2]), 2)
+    with pytest.raises(ValueError, match=r"slots must lie in \[0, 2\), got \[0, 1, -1\]"):
+        batch_means(normal(3, 2), torch.tensor([0, 1, -1]), 2)
+    for sizes in ([1, 1], [4, -1]):
+        with pytest.raises(ValueError, match="chunk_sizes must add up to 3"):
+            chunked_means_are_batch_means(normal(3, 2), torch.tensor([0, 1, 1]), 2, sizes)
+
+
 def test_a_slot_without_points_has_no_mean(normal):
     with pytest.raises(ValueError, match=r"each of 3 slots, got counts \[2, 0, 0\]"):
         batch_means(normal(2, 3), torch.tensor([0, 0]), 3)

@@ -4,12 +4,13 @@ Counted are matrix products and triangular and full solves, forward and backward
 each multiply-add, as they are computed: a causal triangle once, what gradient checkpointing repeats
 twice, blocks with masked places in full. What acts on each number by itself is left out.
 
-``torch.utils.flop_counter`` counts everything but the operator of OVQ attention, which is opaque to
-it in C++ and in PyTorch alike: :func:`ovq_operator_flops` is its formula.
+``torch.utils.flop_counter`` knows neither solves nor operators of this package: :func:`formulas`
+has theirs. What OVQ attention computes depends on its dictionary: :func:`ovq_operator_flops`.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -63,8 +64,14 @@ def _solve_again(factors: Shape, pivots: Shape, sides: Shape, **_: Any) -> int:
     return 2 * factors[-1] * math.prod(sides)
 
 
+def _scan_of_chunks(*shapes: Shape | None, **_: Any) -> int:
+    h, written = shapes[2], shapes[4]
+    # What the memory recalls, and what is written into it.
+    return 0 if written is None or h is None else 2 * 2 * math.prod(written) * h[-2]
+
+
 def formulas() -> dict[Any, Callable[..., int]]:
-    """What the counter lacks, by operator: attention on CPUs, and solves."""
+    """What the counter lacks, by operator: attention on CPUs, solves, and chunks in a row."""
     aten = torch.ops.aten
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -72,6 +79,7 @@ def formulas() -> dict[Any, Callable[..., int]]:
         aten.linalg_solve_triangular: _solve_triangular,
         aten._linalg_solve_ex: _solve,
         aten.linalg_lu_solve: _solve_again,
+        torch.ops.ovq.chunk_scan: _scan_of_chunks,
     }
 
 
@@ -116,13 +124,16 @@ def ovq_operator_flops(
 def training_flops(config: OVQConfig, lengths: Iterable[int]) -> dict[int, int]:
     """Floating-point operations of one forward and backward over one sequence of each length.
 
-    All but the operator of OVQ attention are a polynomial of degree two in the number of whole
-    blocks: three short steps, run and counted, give it. Where a length is no multiple of the blocks
-    the figure is interpolated.
+    All but the operator of OVQ attention are counted at a short length, and for a long one are a
+    polynomial of degree two in the number of whole blocks: three short steps with as many tokens
+    left over give it.
 
     Args:
         config: of the model; its OVQ layers, if any, keep exact means (``rate="mean"``).
         lengths: tokens ``T``.
+
+    Returns:
+        By length.
 
     Example:
         >>> config = OVQConfig(vocab_size=16, hidden_size=8, intermediate_size=8, window_size=8,
@@ -132,24 +143,39 @@ def training_flops(config: OVQConfig, lengths: Iterable[int]) -> dict[int, int]:
         >>> flops[1920] - flops[1280] == flops[1280] - flops[640] > 6 * 640 * (4 * 64 + 3 * 64)
         True
     """
-    unit = math.lcm(CHUNK, config.window_size, config.block_size)
-    model = OVQForCausalLM(config).train()
-    # The first block, and the first pair of chunks, cost other than the rest.
-    first, second, third = (counted_flops(model, count * unit) for count in (2, 3, 4))
-    slope, bend = second - first, third - 2 * second + first
+    model, unit = OVQForCausalLM(config).train(), _tokens_of_a_period(config)
     dictionary = dictionary_config(config.dictionary)
     sizes = {
         "num_heads": config.num_attention_heads,
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
     }
+    count = cache(partial(counted_flops, model))
     found = {}
     for length in lengths:
-        x = length / unit - 2
         of_operator = ovq_operator_flops(dictionary, length, **sizes)
-        counted = first + x * slope + x * (x - 1) / 2 * bend
-        found[length] = round(counted) + config.mixer_names.count("ovq") * of_operator
+        num_operators = config.mixer_names.count("ovq")
+        found[length] = _extrapolated(count, length, unit) + num_operators * of_operator
     return found
+
+
+def _tokens_of_a_period(config: OVQConfig) -> int:
+    """After so many tokens the blocks of all layers start anew together."""
+    names = config.mixer_names
+    window = config.window_size if "sliding_window" in names else 1
+    block = config.block_size if any(name.startswith("vq") for name in names) else 1
+    return math.lcm(CHUNK, window, block)
+
+
+def _extrapolated(count: Callable[[int], int], length: int, unit: int) -> int:
+    """What is counted, from a few short lengths if this one is long."""
+    if length < 5 * unit:
+        return count(length)
+    # The first block, and the first pair of chunks, cost other than the rest.
+    left_over = length % unit
+    first, second, third = (count(left_over + times * unit) for times in (2, 3, 4))
+    slope, bend, x = second - first, third - 2 * second + first, length // unit - 2
+    return first + x * slope + x * (x - 1) // 2 * bend
 
 
 def counted_flops(model: OVQForCausalLM, num_tokens: int) -> int:

@@ -5,6 +5,8 @@ alike; each peak of memory in a process of its own.
 """
 
 import json
+import math
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -29,8 +31,13 @@ from ovq.ops.ovq_attention.cpu.kernel import is_built
 from ovq.runs import write_text
 
 FORMAT = "ovq-compare"
+PARTS = {
+    "command": str, "status": str, "num_starts": int, "machine": dict, "config": dict,
+    "reference": str, "models": dict, "figures": list,
+}  # fmt: skip
 FIGURES = ("forward", "forward+backward", "decode", "memory")
 SHORT = 1.0  # seconds: a call that takes less is warmed up
+LONGEST = 2**24  # tokens
 LONG = 30.0  # seconds: a call that takes more is timed once, so that a figure takes a minute
 ENOUGH = 6.0  # seconds: a call that has taken more is timed twice at most
 MODEL = {
@@ -82,8 +89,13 @@ class ComparisonConfig:
         lengths = self.lengths
         if not lengths or min(lengths) < 2 or sorted(set(lengths)) != list(lengths):
             raise ValueError(f"lengths must be at least 2 and rise, got {list(lengths)}")
-        if not self.budget > 0:
-            raise ValueError(f"budget must be above 0 seconds, got {self.budget}")
+        if lengths[-1] > LONGEST:
+            raise ValueError(f"lengths must be at most {LONGEST:,}, got {lengths[-1]:,}")
+        if not 0 < self.budget < math.inf:
+            raise ValueError(f"budget must be above 0 seconds and finite, got {self.budget}")
+        for name in ("num_repeats", "decode_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def reference(self) -> str:
@@ -294,16 +306,22 @@ def _begun(config: ComparisonConfig, path: Path) -> dict[str, Any]:
         for name, found in (("config", plain), ("machine", here)):
             if result[name] != found:
                 raise ValueError(
-                    f"output must be empty or of the same {name}, got {path} with another: give "
-                    "another output folder"
+                    f"output must be empty or of the same {name}, got {path} of "
+                    f"{_differences(result[name], found)}: give another output folder"
                 )
         result["num_starts"] += result["status"] != "done"
         return result
     return {
-        "format": FORMAT, "command": " ".join(["ovq", *sys.argv[1:]]), "status": "unfinished",
+        "format": FORMAT, "command": shlex.join(["ovq", *sys.argv[1:]]), "status": "unfinished",
         "num_starts": 1, "machine": here, "config": plain, "reference": config.reference,
         "models": {}, "figures": [],
     }  # fmt: skip
+
+
+def _differences(told: dict[str, Any], found: dict[str, Any]) -> str:
+    """Those of two flat records."""
+    names = [name for name in told | found if told.get(name) != found.get(name)]
+    return ", ".join(f"{name} {told.get(name)!r}, not {found.get(name)!r}" for name in names)
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
@@ -318,4 +336,12 @@ def read_comparison(path: Path) -> dict[str, Any]:
         raise ValueError(f"path must be a whole compare.json, got {path}: {error}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise ValueError(f"path must be a file that ovq compare wrote, got {path}")
+    for name, kind in PARTS.items():
+        if not isinstance(result.get(name), kind):
+            raise ValueError(
+                f"path must be a whole compare.json, got {path} with {name} {result.get(name)!r}"
+            )
+    for row in result["figures"]:
+        if not isinstance(row, dict) or _empty_row("", 0, "").keys() - row.keys():
+            raise ValueError(f"path must be a whole compare.json, got {path} with the figure {row}")
     return result

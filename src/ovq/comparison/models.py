@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ovq.comparison.flops import training_flops
-from ovq.layers.registry import check_mixer_name
+from ovq.layers.registry import WITH_SHORT_CONV, check_mixer_name
 from ovq.models import OVQConfig, OVQForCausalLM
 
 TOLERANCE = 0.02  # of the number of parameters
@@ -41,8 +41,9 @@ def equal_models(
 ) -> dict[str, OVQConfig]:
     """Configurations of equal numbers of parameters, one a mixer.
 
-    Nothing but ``layer_pattern`` and ``intermediate_size`` differs from ``base``. The reference,
-    full attention if it is among the mixers and else the first, keeps its ``intermediate_size``.
+    Nothing but ``layer_pattern`` and ``intermediate_size`` differs from ``base``, except that
+    ``use_short_conv`` is false where no mixer may have a short convolution. The reference, full
+    attention if it is among the mixers and else the first, keeps its ``intermediate_size``.
     Codebooks, which are no parameters, are not counted.
 
     Args:
@@ -89,7 +90,11 @@ def _equal_model(name: str, base: OVQConfig, target: int, pure: bool) -> OVQConf
 
 def _with(base: OVQConfig, name: str, intermediate_size: int, pure: bool) -> OVQConfig:
     pattern = [name] if pure else ["sliding_window", name]
-    changes = {"layer_pattern": pattern, "intermediate_size": intermediate_size}
+    changes = {
+        "layer_pattern": pattern,
+        "intermediate_size": intermediate_size,
+        "use_short_conv": base.use_short_conv and name in WITH_SHORT_CONV,
+    }
     return OVQConfig.from_dict(base.to_dict() | changes)
 
 

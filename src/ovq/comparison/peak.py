@@ -1,8 +1,10 @@
 """The peak memory of one training step, in a process of its own."""
 
+import os
 import signal
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 import torch
@@ -54,11 +56,20 @@ def _send_peak(
     to: Connection, fields: dict[str, Any], length: int, seed: int, threads: int
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which ends this
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
         to.send(peak_of_training_step(OVQConfig.from_dict(fields), length, seed))
     except (RuntimeError, MemoryError, OSError) as error:
         to.send(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _end_with_parent() -> None:
+    """A killed parent leaves no step that runs on for minutes."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def peak_of_training_step(config: OVQConfig, length: int, seed: int) -> int:

@@ -29,6 +29,7 @@ class MixerConfig(Protocol):
     dictionary: dict
     num_codes: int
     block_size: int
+    straight_through: str
     expand_v: float
     ssm_state_size: int
     ssm_expand: float

@@ -20,7 +20,7 @@ def without_padding(
     """What ``run`` makes of the real tokens of each row, as if there were no padding between them.
 
     Rows with equally many real tokens run together, so ``run`` is called once for each such number;
-    a row of padding alone runs with no token and keeps its state. Pads may stand anywhere.
+    a row of padding alone keeps its state. Pads may stand anywhere.
 
     Args:
         run: one or more mixers: from hidden states ``[R, L, D]`` and states of ``R`` rows to hidden
@@ -52,10 +52,13 @@ def without_padding(
         rows = chosen.nonzero()[:, 0]
         places = (real & chosen[:, None]).nonzero(as_tuple=True)
         own = [None if state is None else state.select_rows(rows) for state in states]
+        order.append(rows)
+        if length == 0 and all(state is not None for state in own):
+            parts.append(own)
+            continue
         packed = hidden_states[places].view(len(rows), length, hidden_states.shape[-1])
         mixed, after = run(packed, own)
         outputs[places] = mixed.flatten(0, 1).to(outputs.dtype)
-        order.append(rows)
         parts.append(after)
     back = torch.cat(order).argsort()
     merged = [type(same[0]).concat(same).select_rows(back) for same in zip(*parts, strict=True)]

@@ -11,7 +11,7 @@ from ovq.layers.codebook import Codebook, CodebookHealth
 from ovq.layers.convolved import ConvolvedMixer
 from ovq.layers.ovq_attention import INITIAL_BETA, unit_norm
 from ovq.ops.quantization import quantized
-from ovq.ops.vq_attention import vq_attention
+from ovq.ops.vq_attention import check_straight_through, vq_attention
 from ovq.ops.vq_state import VQState
 
 COMMITMENT_WEIGHT = 1e-4
@@ -32,10 +32,12 @@ class VQAttention(ConvolvedMixer):
       code has gone with each key code.
 
     In training, a forward also records statistics of its keys (see
-    :class:`~ovq.layers.codebook.Codebook`), and its commitment loss of weight 1e-4 waits in
-    :meth:`auxiliary_loss`. :class:`~ovq.models.OVQModel` calls :meth:`begin_training_forward` and
-    :meth:`end_training_forward`, between which the codebook stands still; who trains the layer by
-    itself calls them around each forward. In evaluation a forward changes and records nothing.
+    :class:`~ovq.layers.codebook.Codebook`), and its commitment loss waits in
+    :meth:`auxiliary_loss`: 1e-4 times the squared distance to the codes, summed over heads, at the
+    squared norm ``K^(1/2)`` that keys have in Transformer-VQ. :class:`~ovq.models.OVQModel` calls
+    :meth:`begin_training_forward` and :meth:`end_training_forward`, between which the codebook
+    stands still; who trains the layer by itself calls them around each forward. In evaluation a
+    forward changes and records nothing.
 
     Args:
         hidden_size: ``D``.
@@ -44,11 +46,14 @@ class VQAttention(ConvolvedMixer):
         head_dim: ``K = V``.
         num_codes: ``S``.
         block_size: ``C``: a token sees the keys of its own block and the one before one by one.
+        straight_through: which gradients pass the quantization of keys: ``"keys"``, as in
+            Transformer-VQ, or ``"scores"``, with which queries and older keys learn more; see
+            :func:`~ovq.ops.vq_attention.vq_attention`. In evaluation it makes no difference.
         quantize_values: whether values are quantized, too.
         use_short_conv: whether a causal convolution of width 4 and SiLU follow the projections.
 
     Raises:
-        ValueError: sizes that do not fit one another.
+        ValueError: sizes that do not fit one another, or an unknown ``straight_through``.
 
     Example:
         >>> layer = VQAttention(16, num_heads=2, num_kv_heads=1, head_dim=8, num_codes=4,
@@ -75,6 +80,7 @@ class VQAttention(ConvolvedMixer):
         *,
         num_codes: int,
         block_size: int,
+        straight_through: str = "keys",
         quantize_values: bool = False,
         use_short_conv: bool = False,
     ):
@@ -83,7 +89,9 @@ class VQAttention(ConvolvedMixer):
         )
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
+        check_straight_through(straight_through)
         self.block_size = block_size
+        self.straight_through = straight_through
         self.log_beta = nn.Parameter(torch.empty(num_heads))
         self.key_codebook = Codebook(num_kv_heads, num_codes, head_dim)
         self.value_codebook = None
@@ -111,6 +119,7 @@ class VQAttention(ConvolvedMixer):
             config.head_dim,
             num_codes=config.num_codes,
             block_size=config.block_size,
+            straight_through=config.straight_through,
             quantize_values=quantize_values,
             use_short_conv=config.use_short_conv,
         )
@@ -164,7 +173,7 @@ class VQAttention(ConvolvedMixer):
         self._auxiliary_loss = self._learn(seen) if self.training else None
         return vq_attention(
             q, k, v, self.beta, self.key_codebook.codes, memory,
-            block_size=self.block_size, assigned=assigned,
+            block_size=self.block_size, straight_through=self.straight_through, assigned=assigned,
         )  # fmt: skip
 
     def empty_memory(self, batch_size: int, device: torch.device) -> VQState:
@@ -179,8 +188,9 @@ class VQAttention(ConvolvedMixer):
         """Record what each codebook quantized; the commitment loss."""
         for codebook, x, assigned in seen:
             codebook.record(x, assigned)
-        losses = [codebook.commitment(x, assigned) for codebook, x, assigned in seen]
-        return COMMITMENT_WEIGHT * torch.stack(losses).sum()
+        means = [codebook.commitment(x, assigned) for codebook, x, assigned in seen]
+        weight = COMMITMENT_WEIGHT * self.num_kv_heads * math.sqrt(self.head_dim)
+        return weight * torch.stack(means).sum()
 
 
 def codebook_health(layer: VQAttention) -> dict[str, CodebookHealth]:

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ovq.layers.registry import check_mixer_name, check_short_conv
 from ovq.models.shipped_code import CONFIG_CLASS, ship_code
 from ovq.ops.ovq_attention import DictionaryConfig
+from ovq.ops.vq_attention import check_straight_through
 
 logger = logging.get_logger(__name__)
 
@@ -59,6 +60,8 @@ class OVQConfig(PreTrainedConfig):
             default dictionary of OVQ layers.
         block_size: ``C`` of VQ layers: a token sees the keys of its own block and the one before
             one by one.
+        straight_through: which gradients pass the quantization of VQ layers' keys, ``"keys"`` as in
+            Transformer-VQ or ``"scores"``, with which queries and older keys learn more.
         use_short_conv: whether OVQ, VQ and linear attention layers have a short causal convolution.
             Gated DeltaNet, Mamba-2 and MesaNet layers always have it; full attention and sliding
             windows never do, and a pattern of them alone is refused.
@@ -100,6 +103,7 @@ class OVQConfig(PreTrainedConfig):
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
     num_codes: int = 512
     block_size: int = 128
+    straight_through: str = "keys"
     use_short_conv: bool = False
     expand_v: float = 1.0
     ssm_state_size: int = 128
@@ -185,6 +189,7 @@ class OVQConfig(PreTrainedConfig):
             ValueError: a field out of its range.
         """
         dictionary_config(self.dictionary)
+        check_straight_through(self.straight_through)
         _check_positive(
             self, "vocab_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads",
             "head_dim", "max_position_embeddings", "window_size", "num_codes", "block_size",

@@ -17,7 +17,7 @@ from ovq.ops.state_file import StateFile, add_tensors, state_classes
 # Fields of the configuration that change no state.
 _NOT_IN_A_STATE = {
     "keys_to_ignore_at_inference", "max_position_embeddings", "initializer_range", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "straight_through",
 }  # fmt: skip
 _SHORT = 12  # digits of a digest in a message
 
@@ -37,18 +37,21 @@ class Fingerprint:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Fingerprint":
         """That of a model as it is now; it takes as long as reading its weights, once."""
-        names = [name for name in OVQConfig.__annotations__ if name not in _NOT_IN_A_STATE]
         sha = hashlib.sha256()
         add_tensors(sha, model.state_dict())
-        configuration = {name: getattr(model.config, name) for name in names}
-        # As it comes back from a file.
-        return cls(configuration=json.loads(json.dumps(configuration)), weights=sha.hexdigest())
+        return cls(configuration=_fields(model.config), weights=sha.hexdigest())
 
     def difference(self, other: Any) -> str | None:
-        """What another fingerprint, as a file has it, has first in place of this one's."""
-        if not isinstance(other, dict) or not isinstance(other.get("configuration"), dict):
+        """What another fingerprint, as a file has it, has first in place of this one's.
+
+        Fields of a later version have their defaults, as where an older ``config.json`` is read.
+        """
+        try:
+            written = other["configuration"]
+            completed = {**written, **_fields(OVQConfig(**written))}
+        except (TypeError, KeyError, ValueError):
             return "no fingerprint of a model"
-        ours, theirs = _flat(self.configuration), _flat(other["configuration"])
+        ours, theirs = _flat(self.configuration), _flat(completed)
         for name in sorted(ours.keys() | theirs.keys()):
             mine, found = ours.get(name, "none"), theirs.get(name, "none")
             if mine != found:
@@ -125,6 +128,12 @@ def load_states(path: str | PathLike, *, model: PreTrainedModel) -> StateFile:
         about=file.about,
         tensors={name: tensor.to(device) for name, tensor in file.tensors.items()},
     )
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields that a state depends on, as they come back from a file."""
+    names = [name for name in OVQConfig.__annotations__ if name not in _NOT_IN_A_STATE]
+    return json.loads(json.dumps({name: getattr(config, name) for name in names}))
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:

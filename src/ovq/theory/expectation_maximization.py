@@ -32,13 +32,22 @@ def em_step(
     Returns:
         The new means ``[N, K]``.
 
+    Raises:
+        ValueError: a mean that is responsible for no point, its share of each below what float64
+            resolves.
+
     Example:
         >>> points, one = torch.tensor([[1.0], [3.0]]).double(), torch.ones(1).double()
         >>> em_step(torch.zeros(1, 1).double(), one, points, 8.0).tolist()
         [[2.0]]
     """
     r = responsibilities(means, weights, points, beta)
-    return r.mT @ points / r.sum(0)[:, None]
+    shares = r.sum(0)
+    if (shares == 0).any():
+        raise ValueError(
+            f"means must each be responsible for some point, got sums of {shares.tolist()}"
+        )
+    return r.mT @ points / shares[:, None]
 
 
 def em_step_is_newton_step(

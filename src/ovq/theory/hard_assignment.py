@@ -168,4 +168,4 @@ def running_means_step_is_gradient_step(
     """
     moved, grown = running_means_step(means, counts, chunk, slots, step=step)
     gradient = torch.func.grad(partial(assigned_error, points=chunk, slots=slots))(means)
-    return Sides(left=moved, right=means - gradient / grown[:, None])
+    return Sides(left=moved, right=means - gradient / grown.clamp_min(1)[:, None])

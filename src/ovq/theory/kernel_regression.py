@@ -95,6 +95,20 @@ def gaussian_kernel_regression(
     return (kernel @ v) / kernel.sum(-1, keepdim=True)
 
 
+def bandwidth_of(beta: float) -> float:
+    """The kernel's variance ``1 / beta``.
+
+    Raises:
+        ValueError: a ``beta`` of 0 or below.
+
+    >>> bandwidth_of(8.0)
+    0.125
+    """
+    if beta <= 0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+    return 1 / beta
+
+
 def softmax_attention_is_kernel_regression(
     q: Float64[Tensor, "Q K"],
     k: Float64[Tensor, "T K"],
@@ -115,6 +129,9 @@ def softmax_attention_is_kernel_regression(
     Returns:
         Attention on the left, regression on the right, ``[Q, V]``.
 
+    Raises:
+        ValueError: a ``beta`` of 0 or below.
+
     Example:
         >>> q, k, v = torch.randn(3, 5, 4, dtype=torch.float64)
         >>> k = torch.nn.functional.normalize(k, dim=-1)
@@ -125,7 +142,7 @@ def softmax_attention_is_kernel_regression(
     """
     return Sides(
         left=softmax_attention(q, k, v, beta),
-        right=gaussian_kernel_regression(q, k, v, 1 / beta),
+        right=gaussian_kernel_regression(q, k, v, bandwidth_of(beta)),
     )
 
 
@@ -148,6 +165,9 @@ def softmax_attention_is_weighted_kernel_regression(
     Returns:
         Attention on the left, weighted regression on the right, ``[Q, V]``.
 
+    Raises:
+        ValueError: a ``beta`` of 0 or below.
+
     Example:
         >>> q, k, v = torch.randn(3, 5, 4, dtype=torch.float64)
         >>> softmax_attention_is_weighted_kernel_regression(q, k, v, 2.0).gap < 1e-12
@@ -156,5 +176,5 @@ def softmax_attention_is_weighted_kernel_regression(
     log_weights = beta / 2 * k.square().sum(-1)
     return Sides(
         left=softmax_attention(q, k, v, beta),
-        right=gaussian_kernel_regression(q, k, v, 1 / beta, log_weights),
+        right=gaussian_kernel_regression(q, k, v, bandwidth_of(beta), log_weights),
     )

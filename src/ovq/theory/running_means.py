@@ -131,13 +131,15 @@ def batch_means(
         Means ``[N, K]`` and counts ``[N]``.
 
     Raises:
-        ValueError: a slot without points, which has no mean.
+        ValueError: a slot without points, which has no mean, or one that is not there.
 
     Example:
         >>> points, slots = torch.tensor([[1.0], [5.0], [3.0]]).double(), torch.tensor([1, 0, 1])
         >>> [x.tolist() for x in batch_means(points, slots, 2)]
         [[[5.0], [2.0]], [1, 2]]
     """
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
+        raise ValueError(f"slots must lie in [0, {num_slots}), got {slots.tolist()}")
     members = [points[slots == m] for m in range(num_slots)]
     counts = torch.tensor([len(x) for x in members])
     if (counts == 0).any():
@@ -168,11 +170,16 @@ def chunked_means_are_batch_means(
         Means and, in the last column, counts ``[N, K + 1]``: chunk by chunk on the left, all at
         once on the right.
 
+    Raises:
+        ValueError: as :func:`batch_means`; sizes that do not add up to ``P``.
+
     Example:
         >>> points, slots = torch.randn(6, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 1])
         >>> chunked_means_are_batch_means(points, slots, 2, [1, 3, 2]).gap < 1e-12
         True
     """
+    if sum(chunk_sizes) != len(points) or min(chunk_sizes, default=0) < 0:
+        raise ValueError(f"chunk_sizes must add up to {len(points)}, got {list(chunk_sizes)}")
     means = points.new_zeros(num_slots, points.shape[-1])
     counts = torch.zeros(num_slots, dtype=torch.int64)
     sizes = list(chunk_sizes)
