@@ -63,6 +63,11 @@ def test_the_first_mixer_is_the_reference_without_full_attention():
     assert models["mamba2"].intermediate_size == 96 < models["ovq"].intermediate_size
 
 
+def test_a_short_convolution_is_where_there_may_be_one():
+    models = equal_models(["full_attention", "ovq"], FIELDS | {"use_short_conv": True})
+    assert [config.use_short_conv for config in models.values()] == [False, True]
+
+
 def test_a_mixer_that_cannot_be_made_equal_is_named():
     small = FIELDS | {"intermediate_size": 8}
     with pytest.raises(ValueError, match=r"got 'mamba2' with .* at intermediate_size 1"):
@@ -105,26 +110,47 @@ def test_state_bytes_are_those_really_held(name):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_operations_at_a_length_are_those_counted_there(name):
-    config = equal_models([name], FIELDS)[name]
-    of_operator = 0
-    if name == "ovq":
-        dictionary = DictionaryConfig(**config.dictionary)
-        heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-        of_operator = ovq_operator_flops(dictionary, 320, **heads)
-        assert of_operator > 0
-    counted = counted_flops(make_model(config, 0).train(), 320)
-    assert training_flops(config, [320]) == {320: counted + of_operator}
+    """Of a few tokens, of whole blocks, and with tokens left over."""
+    config, lengths = equal_models([name], FIELDS)[name], (7, 320, 397)
+    expected = {}
+    for length in lengths:
+        expected[length] = counted_flops(make_model(config, 0).train(), length)
+        if name == "ovq":
+            dictionary = DictionaryConfig(**config.dictionary)
+            heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+            of_operator = ovq_operator_flops(dictionary, length, **heads)
+            assert of_operator > 0
+            expected[length] += of_operator
+    assert training_flops(config, lengths) == expected
 
 
 def test_operations_of_full_attention_by_hand():
     config = equal_models(["full_attention"], FIELDS, pure=True)["full_attention"]
-    T, D, KV, width, vocab = 1000, 32, 16, 96, 61
+    D, KV, width, vocab = 32, 16, 96, 61
     products = 2 * (2 * D * D + 2 * D * KV + 3 * D * width) + D * vocab
-    pairs = 2 * 4 * T * (T + 1) // 2  # layers, heads
-    # No multiple of a block: interpolated between those before and after.
-    assert training_flops(config, [T])[T] == pytest.approx(6 * T * products + 14 * 8 * pairs, 1e-3)
-    T, pairs = 1024, 2 * 4 * 1024 * 1025 // 2
-    assert training_flops(config, [T]) == {T: 6 * T * products + 14 * 8 * pairs}
+    for T in (1000, 1024):
+        pairs = 2 * 4 * T * (T + 1) // 2  # layers, heads
+        assert training_flops(config, [T]) == {T: 6 * T * products + 14 * 8 * pairs}
+
+
+def test_operations_of_linear_attention_and_mamba2_by_hand():
+    """Chunks of 64; each product costs its double once more in the backward."""
+    configs = equal_models(["linear_attention", "mamba2"], FIELDS, pure=True)
+    T, D, C = 1024, 32, 64
+    H, G, K = 4, 2, 8
+    mixer = 2 * D * D + 2 * D * G * K  # projections, per token
+    mixer += G * K * K + H * (C * K + C * K + K * K)  # added; scores, read from chunk, from past
+    config = configs["linear_attention"]
+    products = 2 * (mixer + 3 * D * config.intermediate_size) + D * 61
+    assert training_flops(config, [T]) == {T: 6 * T * products}
+
+    H, V, K = 8, 8, 8  # twice the hidden size; ssm_state_size
+    mixer = D * (3 * H * V + 2 * K + H)  # projections
+    mixer += C * K + H * (C * V + K * V + K * V)  # C B of the group; within, left, found
+    mixer += H * C * C * 2 / 3  # sums of decays, of which only one factor has a gradient
+    config = configs["mamba2"]
+    products = 2 * (mixer + 3 * D * config.intermediate_size) + D * 61
+    assert training_flops(config, [T])[T] == pytest.approx(6 * T * products, rel=1e-9)
 
 
 @pytest.mark.parametrize("window_size", [0, 3])
@@ -266,15 +292,37 @@ def test_times_are_ratios_to_full_attention():
 
 def test_foreign_files_and_other_configurations_are_errors(tmp_path, peaks):
     path = tmp_path / "compare.json"
-    for content in ("{", "[]", '{"format": "other"}'):
+    for content in ("{", "[]", '{"format": "other"}', '{"format": "ovq-compare"}'):
         path.write_text(content)
         with pytest.raises(ValueError, match="path must be"):
             compare(TINY, path)
     path.unlink()
     config = replace(TINY, mixers=("linear_attention",), lengths=(16,))
-    compare(config, path)
-    with pytest.raises(ValueError, match="of the same config"):
+    whole = compare(config, path)
+    with pytest.raises(ValueError, match=r"of the same config, got .* of seed 0, not 1: give"):
         compare(replace(config, seed=1), path)
+    for name in measure.PARTS:
+        path.write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
+        with pytest.raises(ValueError, match=f"path must be a whole compare.json, .*{name} None"):
+            compare(config, path)
+    path.write_text(json.dumps(whole | {"figures": [{"mixer": "ovq"}]}))
+    with pytest.raises(ValueError, match=r"path must be a whole compare.json, got .* the figure"):
+        compare(config, path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("budget", float("inf"), "budget must be above 0 seconds and finite, got inf"),
+        ("budget", float("nan"), "budget must be above 0 seconds and finite, got nan"),
+        ("lengths", (16, 2**25), "lengths must be at most 16,777,216, got 33,554,432"),
+        ("num_repeats", 0, "num_repeats must be at least 1, got 0"),
+        ("decode_tokens", 0, "decode_tokens must be at least 1, got 0"),
+    ],
+)
+def test_values_out_of_their_ranges_raise(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -282,6 +330,7 @@ def test_foreign_files_and_other_configurations_are_errors(tmp_path, peaks):
     [
         (["--mixers", "ovq,nonsense"], "got 'nonsense'"),
         (["--lengths", "64,x"], "got 'x'"),
+        (["--lengths", ","], "got ','"),
         (["--lengths", "1,64"], "lengths must be at least 2"),
         (["--budget", "0"], "budget must be above 0"),
     ],

@@ -306,8 +306,8 @@ def _evaluate_tasks(
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if text.strip()]
-    for part in parts:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts or text.split():  # a comma alone is no number
         if not part.isdecimal() or int(part) < 1:
             raise ValueError(f"{name} must be whole numbers of at least 1, got {part!r}")
     return [int(part) for part in parts]

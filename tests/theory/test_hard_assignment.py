@@ -37,7 +37,9 @@ def test_at_a_tie_there_is_no_gradient():
     points = torch.zeros(1, 1).double()
 
     def error(first: float) -> float:
-        return quantization_error(torch.tensor([[first], [1.0]]).double(), points).item()
+        return quantization_error(
+            torch.tensor([[first], [1.0]], dtype=torch.float64), points
+        ).item()
 
     step = 1e-6
     assert (error(-1 - step) - error(-1)) / step == pytest.approx(0, abs=1e-5)

@@ -80,11 +80,13 @@ def test_what_is_left_is_of_third_order(normal):
 
 
 def test_far_from_the_mean_the_correction_is_no_bound(normal):
-    """A wide slot at a high beta: no key weighs more than the one of the largest product, log c at
-    most is between that and all of them, and the correction is far beyond."""
+    """A wide slot at a high beta: what is exact stays within log c of its largest product."""
     q, keys = normal(5, 4), normal(6, 4)
     sides = exact_weight_is_second_order_weight(q, keys, 8.0)
     assert (sides.right - sides.left).max() > 10
+    above = sides.left - (8.0 * q @ keys.mT).amax(-1)
+    assert above.min() >= 0
+    assert above.max() <= torch.tensor(6.0).double().log()
 
 
 def test_covariance_is_torchs(normal):

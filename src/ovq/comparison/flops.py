@@ -64,7 +64,7 @@ def _solve_again(factors: Shape, pivots: Shape, sides: Shape, **_: Any) -> int:
     return 2 * factors[-1] * math.prod(sides)
 
 
-def _scan_of_chunks(*shapes: Shape | None, **_: Any) -> int:
+def _scan_of_chunks(*shapes: Any, **_: Any) -> int:  # one of them says which way
     h, written = shapes[2], shapes[4]
     # What the memory recalls, and what is written into it.
     return 0 if written is None or h is None else 2 * 2 * math.prod(written) * h[-2]
