@@ -48,7 +48,8 @@ class Fingerprint:
         """
         try:
             written = other["configuration"]
-            completed = {**written, **_fields(OVQConfig(**written))}
+            known = {x: written[x] for x in written if x in OVQConfig.__annotations__}
+            completed = {**written, **_fields(OVQConfig(**known))}
         except (TypeError, KeyError, ValueError):
             return "no fingerprint of a model"
         ours, theirs = _flat(self.configuration), _flat(completed)

@@ -1,6 +1,7 @@
 """Diagnostics against loops over the members of every slot, and the weights of a read."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from tests.ops.ovq_attention.cases import (
     assert_near,
     make_config,
     make_inputs,
+    phased_state,
     run,
     unit_vectors,
     zipf_vectors,
@@ -118,6 +120,33 @@ def test_ages_follow_the_schedule(N, C, T, length, growth):
     for chunk, (before, after) in enumerate(zip([0, *schedule], schedule, strict=False)):
         expected[before:after] = [T - (chunk + 1) * C] * (after - before)
     assert diagnose(state).slot_ages[0].tolist() == expected
+
+
+@pytest.mark.parametrize("growth", ["saturating", "linear", "immediate"])
+@pytest.mark.parametrize("N", [1, 5, 9])
+def test_ages_of_a_stream_of_any_length(growth, N):
+    """Once no slot opens any more, ages grow with the stream and nothing else does."""
+    config = make_config(N, 2, growth=growth, growth_length=31, window_chunks=1)
+    _, state, _ = run(make_inputs(1, 2 * N * N + 40, H=1, G=1), config, "torch")
+    ages, more = diagnose(state).slot_ages, 2**50
+    assert (ages >= 0).sum() == state.num_active
+    longer = replace(state, num_absorbed=state.num_absorbed + more)
+    assert torch.equal(diagnose(longer).slot_ages, torch.where(ages >= 0, ages + more, -1))
+
+
+@by_variant
+def test_rows_that_are_picked_have_their_own_figures(variant):
+    """Rows at unlike phases, one twice, one that has seen nothing; and float32 as float64."""
+    config = make_config(**VARIANTS[variant])
+    state, rows = phased_state(config, (3, 31, 0, 18)), torch.tensor([3, 0, 3, 2])
+    found, picked = diagnose(state), diagnose(state.select_rows(rows))
+    for name, figure in vars(found).items():
+        torch.testing.assert_close(getattr(picked, name), figure[rows], equal_nan=True)
+    low = diagnose(state.map(lambda x: x.float() if x.is_floating_point() else x))
+    for name, figure in vars(found).items():
+        other = getattr(low, name)
+        assert other.dtype == figure.dtype
+        torch.testing.assert_close(other, figure, equal_nan=True, atol=1e-6, rtol=1e-6)
 
 
 def test_ages_are_unknown_where_fed_slots_left_the_schedule():
@@ -263,14 +292,26 @@ def test_arguments_that_do_not_fit():
         quantization_error(state, k, v, joined[:, 1:])
     with pytest.raises(ValueError, match=r"slots must lie in \[-1, 6\), got 6 to 6"):
         quantization_error(state, k, v, torch.full_like(joined, 6))
-    with pytest.raises(ValueError, match="cu_seqlens must end at T"):
-        quantization_error(
-            state, k[:1], v[:1], joined[:1], cu_seqlens=torch.tensor([0, 2, 5])
-        )  # fmt: skip
+    for ends in ([0, 2, 5], [1, 2, 8], [0, 9, 8]):
+        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to T .* got \["):
+            quantization_error(
+                state, k[:1], v[:1], joined[:1], cu_seqlens=torch.tensor(ends)
+            )  # fmt: skip
     with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
         num_active_by_chunk(config, -1)
     with pytest.raises(ValueError, match="at most the 4 tokens of a chunk, got 8"):
         read_weights(inputs.q, k, inputs.beta, state)
+    q, beta = inputs.q[:, :4], inputs.beta
+    with pytest.raises(
+        ValueError, match=r"state must have \[rows, G, K\] = \[1, 2, 5\] .* \[2, 2, 5"
+    ):
+        read_weights(q[:1], k[:1, :4], beta, state)
+    with pytest.raises(ValueError, match=r"state must have \[rows, G, K\] = \[2, 1, 5\]"):
+        read_weights(q, k[:, :4, :1], beta, state)
+    with pytest.raises(ValueError, match=r"k must share B, T and K with q"):
+        read_weights(q, k[:, :3], beta, state)
+    with pytest.raises(ValueError, match=r"beta must be \[H\] = \[4\], got \[3\]"):
+        read_weights(q, k[:, :4], beta[:3], state)
     _, inside, _ = ovq_attention_with_slots(
         *inputs.tokens(0, 3), dictionary=config, impl="reference"
     )  # fmt: skip

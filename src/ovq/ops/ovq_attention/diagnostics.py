@@ -132,15 +132,23 @@ def num_active_by_chunk(dictionary: DictionaryConfig, num_tokens: int) -> Int[Te
     return torch.tensor(active[1:], dtype=torch.int64)
 
 
+def _length_of_growth(config: DictionaryConfig) -> int:
+    """Tokens after which no slot opens, however long the stream."""
+    N, C = config.num_centroids, config.chunk_size
+    saturated = {"saturating": N * N, "linear": config.growth_length or 1, "immediate": N}
+    # The schedule stands still from there on; the slots, at most C a chunk, catch up in N tokens.
+    return saturated[config.growth] + N + 2 * C + config.window_size
+
+
 def _slot_ages(state: OVQState) -> Int[Tensor, "R N"]:
     """Tokens since the update that opened each slot, -1 where there is none or it is unknown."""
     config, device = state.dictionary, state.counts.device
     most = int(state.num_tokens.max()) if state.num_rows else 0
-    schedule = num_active_by_chunk(config, most)
+    schedule = num_active_by_chunk(config, min(most, _length_of_growth(config)))
     slots = torch.arange(config.num_centroids)
     # The first chunk after which more than m slots are active opened slot m.
     opened = (torch.searchsorted(schedule, slots, right=True) + 1) * config.chunk_size
-    num_full = (state.num_tokens.cpu() // config.chunk_size)[:, None]
+    num_full = (state.num_tokens.cpu() // config.chunk_size).clamp_max(len(schedule))[:, None]
     scheduled = torch.cat([torch.zeros(1, dtype=torch.int64), schedule])[num_full]  # [R, 1]
     num_active = state.num_active[:, None]
     known = (slots.to(device) < num_active) & (scheduled.to(device) == num_active)
@@ -274,11 +282,13 @@ def _check_tokens(
             f"v and slots must share B, T and G with k {tuple(k.shape)}, got {tuple(v.shape)} and "
             f"{tuple(slots.shape)}"
         )
-    if cu_seqlens is not None and (k.shape[0] != 1 or int(cu_seqlens[-1]) != k.shape[1]):
-        raise ValueError(
-            f"cu_seqlens must end at T of one batch row, got {int(cu_seqlens[-1])} with k "
-            f"{tuple(k.shape)}"
-        )
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        if k.shape[0] != 1 or ends[0] != 0 or ends[-1] != k.shape[1] or sorted(ends) != ends:
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to T of one batch row, got {ends} with k "
+                f"{tuple(k.shape)}"
+            )
     N = state.dictionary.num_centroids
     if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < N:
         raise ValueError(
@@ -308,7 +318,8 @@ def read_weights(
         Weights in the dtype of the state.
 
     Raises:
-        ValueError: more tokens than a chunk, or a state that stands inside a chunk.
+        ValueError: more tokens than a chunk, a state that stands inside a chunk, or sizes that do
+            not fit the state.
 
     Example:
         >>> q = torch.nn.functional.normalize(torch.randn(1, 4, 2, 8), dim=-1)
@@ -319,6 +330,18 @@ def read_weights(
         (torch.Size([1, 4, 2, 16]), [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     """
     T, C, G = q.shape[1], state.dictionary.chunk_size, k.shape[2]
+    held = (*state.counts.shape[:2], state.key_means.shape[-1])
+    if held != (q.shape[0], G, k.shape[-1]):
+        raise ValueError(
+            f"state must have [rows, G, K] = {[q.shape[0], G, k.shape[-1]]} for these tokens, got "
+            f"{list(held)}"
+        )
+    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or q.shape[2] % G:
+        raise ValueError(
+            f"k must share B, T and K with q {tuple(q.shape)} and G divide H, got {tuple(k.shape)}"
+        )
+    if beta.shape != q.shape[2:3]:
+        raise ValueError(f"beta must be [H] = [{q.shape[2]}], got {list(beta.shape)}")
     if T > C:
         raise ValueError(f"q must hold at most the {C} tokens of a chunk, got {T}")
     unfinished = state.num_tokens % C
