@@ -7,8 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import ovq.cli
-from ovq.cli import app
+from ovq.cli import app, shared
 from ovq.cli import run as run_command
 from ovq.recipes import RECIPES, make_run
 from ovq.report import report
@@ -28,11 +27,17 @@ OPTIONS = {
         "--seed", "--state", "--threads",
     },
     "read": {"--file", "--output", "--state", "--max-tokens", "--record", "--threads"},
+    "convert": {
+        "--pattern", "--output", "--tokens", "--first-tokens", "--slots", "--distance",
+        "--distill", "--distill-steps", "--distill-length", "--threads",
+    },
+    "perplexity": {"--file", "--lengths", "--output", "--threads"},
     "inspect": {"--text", "--output", "--max-tokens", "--layer", "--threads"},
     "fidelity": {"--output", "--model", "--text", "--quick", "--threads"},
     "compare": {
         "--output", "--mixers", "--lengths", "--pure", "--budget", "--quick", "--threads",
     },
+    "experiment": {"--output", "--scale", "--quick", "--list", "--threads"},
     "report": {"--output"},
 }  # fmt: skip
 
@@ -178,7 +183,7 @@ def test_an_output_that_cannot_be_written_fails_before_the_work(run, tmp_path, m
     def work(*arguments, **options):
         pytest.fail("the work began")
 
-    for name in ("evaluate.load_run", "benchmark.benchmark", "train.make_model"):
+    for name in ("loading.load_run", "benchmark.benchmark", "train.make_model"):
         monkeypatch.setattr(f"ovq.{name}", work)
     file = tmp_path / "file"
     file.write_text("precious")
@@ -318,7 +323,7 @@ def test_an_interrupt_while_the_command_line_itself_imports_is_one_line(monkeypa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Interrupt("typer"), *sys.meta_path])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(ovq.cli.__file__)
+        runpy.run_path(shared.__file__)
     assert stopped.value.code == 130
     assert capsys.readouterr().err == "ovq: interrupted\n"
 

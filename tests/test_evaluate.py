@@ -8,8 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ovq.evaluate
-from ovq.evaluate import evaluate, generate, load_run
+import ovq.measuring
+from ovq.evaluate import evaluate, evaluate_points, generate, unmeasured, validate
+from ovq.loading import load_run
+from ovq.models import OVQForRegression, OVQRegressionConfig
+from ovq.points import Point, state_bytes
 from ovq.runs import read_run, write_run
+from ovq.tasks import ForgettingTask, InContextRegressionTask, Split, TaskDataset
 from ovq.train import train
 
 from .tiny import tiny_run
@@ -36,9 +41,9 @@ def measured(monkeypatch):
     """The lengths and slots of what is measured, in order."""
     done, measure = [], ovq.evaluate.measure
 
-    def counted(model, task, num_sequences):
+    def counted(model, task, num_sequences, **options):
         done.append((task.context_length, model.config.dictionary["num_centroids"]))
-        return measure(model, task, num_sequences)
+        return measure(model, task, num_sequences, **options)
 
     monkeypatch.setattr(ovq.evaluate, "measure", counted)
     return done
@@ -140,3 +145,101 @@ def test_a_loss_that_is_no_number_is_null(folder, monkeypatch):
     text = (folder / "run.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert read_run(folder)["evaluation"]["results"][0]["loss"] is None
+
+
+def test_points_ask_for_other_fields_of_the_task_and_are_measured_once(folder, measured):
+    points = [
+        Point(length=64, setting="8", num_sequences=2, changes={"tokens_per_pair": density})
+        for density in (8, 16)
+    ]
+    assert unmeasured(read_run(folder), points) == points
+    results = evaluate_points(folder, points[:1])
+    assert unmeasured(read_run(folder), points) == points[1:]
+    results += evaluate_points(folder, points)[1:]
+    assert unmeasured(read_run(folder), points) == []
+    assert len(measured) == 2
+    assert [result["changes"] for result in results] == [
+        {"tokens_per_pair": 8}, {"tokens_per_pair": 16}
+    ]  # fmt: skip
+    assert read_run(folder)["evaluation"]["results"] == results
+    assert "changes" not in evaluate(folder, lengths=(64,), num_centroids=("8",))[0]
+    assert len(read_run(folder)["evaluation"]["results"]) == 3
+
+
+def test_changes_that_the_task_lacks_are_an_error(folder):
+    with pytest.raises(ValueError, match="fields of recall must be among"):
+        evaluate_points(folder, [Point(length=32, changes={"colour": 1})])
+
+
+def test_a_share_of_full_attentions_bytes_is_kept_to(folder):
+    (result,) = evaluate(folder, lengths=(256,), num_centroids=("40%",), num_sequences=2)
+    config, model = load_run(folder)
+    tokens = config.task.without_curriculum().with_length(256).sequence_length
+    full = state_bytes(model.config, tokens, layer_pattern=["sliding_window", "full_attention"])
+    more = model.config.dictionary | {"num_centroids": result["num_centroids"] + 1}
+    assert result["state_bytes"] <= 0.4 * full < state_bytes(model.config, tokens, dictionary=more)
+    assert result["setting"] == "40%"
+    with pytest.raises(ValueError, match="leave one slot at least, got 1% at a context of 32"):
+        evaluate(folder, lengths=(32,), num_centroids=("1%",))
+
+
+def test_validation_is_measured_once_and_beside_the_evaluation(folder, measured):
+    evaluate(folder, lengths=(32,), num_centroids=("8",), num_sequences=4)
+    found = validate(folder, num_sequences=4)
+    assert validate(folder, num_sequences=4) == found == read_run(folder)["validation"]
+    assert len(measured) == 2
+    (evaluated,) = read_run(folder)["evaluation"]["results"]
+    assert evaluated["num_sequences"] == found["num_sequences"] == 4
+    assert evaluated["loss"] != found["loss"]  # other sequences
+    assert validate(folder, num_sequences=5)["num_sequences"] == 5
+
+
+def test_kinds_of_questions_are_scored_apart_and_add_up(folder):
+    config, model = load_run(folder)
+    task = ForgettingTask(
+        context_length=32, first_length=16, tokens_per_pair=4, later_tokens_per_pair=4,
+        num_queries=2, num_keys=8, num_later_keys=8, num_values=4, num_filler=4, num_later_filler=4,
+    )  # fmt: skip
+    found = ovq.measuring.measure(model, task, 3)
+    assert {name: group["asked"] for name, group in found["groups"].items()} == {"A": 6, "B": 6}
+    for score in ("loss", "accuracy"):
+        assert found[score] == pytest.approx(sum(g[score] for g in found["groups"].values()) / 2)
+    assert "groups" not in ovq.measuring.measure(model, config.task, 3)
+
+
+def test_means_are_those_of_the_models_own_loss(folder):
+    config, model = load_run(folder)
+    task = config.task.without_curriculum()
+    batch = TaskDataset(task, num_sequences=3, seed=1, split=Split.EVALUATE).batch(range(3))
+    output = model(**batch)
+    asked = batch["labels"][:, 1:] != -100
+    right = (output.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:])[asked]
+    found = ovq.measuring.measure(model, task, 3)
+    assert found["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(right.float().mean().item())
+
+
+def test_errors_of_regression_stand_beside_those_of_the_oracles():
+    task = InContextRegressionTask(
+        context_length=48, num_features=2, num_functions=3, code_length=4
+    )
+    torch.manual_seed(0)
+    config = OVQRegressionConfig(
+        num_inputs=task.num_inputs, hidden_size=16, num_attention_heads=2, num_hidden_layers=1
+    )
+    model = OVQForRegression(config).eval()
+    batch = TaskDataset(task, num_sequences=4, seed=1, split=Split.EVALUATE).batch(range(4))
+    found = ovq.measuring.measure(model, task, 4)
+    assert found["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    assert found["accuracy"] is None
+    assert sum(group["asked"] for group in found["groups"].values()) == 4 * 24
+    oracles = found["oracles"]
+    assert oracles["least_squares"] < oracles["pooled_least_squares"]
+    known = found["groups"]["4-7 earlier"]["oracles"]
+    assert known["least_squares"] < 1e-6
+    assert known["pooled_least_squares"] > 0.1
+    errors = [
+        task.errors(example, task.nearest_neighbour(example)).mean().item()
+        for example in ({name: x[row] for name, x in batch.items()} for row in range(4))
+    ]
+    assert oracles["nearest_neighbour"] == pytest.approx(sum(errors) / 4)

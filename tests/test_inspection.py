@@ -312,7 +312,8 @@ def test_the_command_writes_the_page(make_run, tmp_path):
     assert f"{page.stat().st_size:,} bytes" in result.stdout
     assert f"40 of {len(TEXT)} tokens in layers 1, 3" in result.stdout
     content = json.loads(Page(page.read_text(encoding="utf-8")).scripts[0])
-    assert content == content_of(max_tokens=40) | {"source": "text.txt"}
+    about = {"source": "text.txt", "run": "run"}  # of the file and the folder
+    assert content == content_of(max_tokens=40) | about
     assert [path.name for path in page.parent.iterdir()] == ["page.html"]
 
 

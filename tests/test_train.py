@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ovq.evaluate import evaluate, generate, held_out_tokens, load_run, num_centroids_at
+from ovq.evaluate import evaluate, generate, held_out_tokens
+from ovq.loading import load_run, load_text_model
+from ovq.models import OVQForRegression
+from ovq.points import num_centroids_at
 from ovq.run_config import RunConfig
 from ovq.runs import read_run, write_text
-from ovq.tasks import LanguageModelingTask
-from ovq.train import latest_checkpoint, train
+from ovq.tasks import InContextRegressionTask, LanguageModelingTask, Split, TaskDataset
+from ovq.train import collate, latest_checkpoint, make_model, train
 
 from .tiny import STEPS, tiny_run, tiny_text_run
 
@@ -311,3 +314,78 @@ def test_a_done_run_without_its_model_is_an_error(done, tmp_path):
     (tmp_path / "run.json").write_bytes((done[0] / "run.json").read_bytes())
     with pytest.raises(ValueError, match="--output must hold the model of its run"):
         train(tiny_run(), tmp_path)
+
+
+@pytest.mark.parametrize("mixer", ["ovq", "vq"])
+def test_logits_of_the_labelled_tokens_alone_give_the_same_loss_and_gradients(mixer):
+    config = tiny_run()
+    config = replace(config, model=config.model | {"layer_pattern": ["sliding_window", mixer]})
+    dataset = TaskDataset(config.task, num_sequences=3, seed=0, split=Split.TRAIN)
+    found = []
+    for batch in (dataset.batch(range(3)), collate([dataset[i] for i in range(3)])):
+        model = make_model(config).train()
+        num_items = (batch["labels"][:, 1:] != -100).sum()
+        loss = model(**batch, num_items_in_batch=num_items).loss
+        loss.backward()
+        found.append((loss, [x.grad for x in model.parameters()]))
+    assert batch["logits_to_keep"].numel() < batch["input_ids"].shape[1] // 2
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_batches_with_labels_everywhere_are_left_as_they_are():
+    ids = torch.arange(6)
+    batch = collate([{"input_ids": ids, "labels": ids}] * 2)
+    assert sorted(batch) == ["input_ids", "labels"]
+    assert batch["labels"].tolist() == [ids.tolist()] * 2
+
+
+def test_frozen_parameters_keep_their_values_and_the_others_do_not(tmp_path):
+    config = tiny_run(frozen=("log_beta",))
+    before = make_model(config).state_dict()
+    train(config, tmp_path / "run")
+    found = load_run(tmp_path / "run")
+    after = found[1].state_dict()
+    assert found[0] == config
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if not name.endswith("log_beta")}
+
+
+def test_a_name_to_freeze_that_no_parameter_has_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"frozen must hold last parts of .*, got 'beta'"):
+        train(tiny_run(frozen=("beta",)), tmp_path / "run")
+
+
+def test_a_run_file_without_newer_fields_is_gone_on_with(done, tmp_path):
+    folder = tmp_path / "run"
+    interrupted(tiny_run(), folder)
+    run = json.loads((folder / "run.json").read_text())
+    for name in ("frozen", "accumulation_steps", "bf16", "gradient_checkpointing"):
+        del run["config"]["training"][name]
+    (folder / "run.json").write_text(json.dumps(run))
+    assert train(tiny_run(), folder)["training"]["losses"] == done[1]["training"]["losses"]
+
+
+def test_sequences_that_parts_cannot_share_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"batch_size must be a multiple of .* = 4, got 2"):
+        train(tiny_run(accumulation_steps=4), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_parts_of_a_step_make_the_step(done, tmp_path):
+    run = train(tiny_run(accumulation_steps=2), tmp_path / "run")
+    assert run["training"]["losses"] == pytest.approx(done[1]["training"]["losses"], rel=1e-4)
+
+
+def test_a_model_of_numbers_is_trained_and_resumed(tmp_path):
+    task = InContextRegressionTask(
+        context_length=32, num_features=2, num_functions=2, code_length=4
+    )
+    config = replace(tiny_run(curriculum=False), task=task)
+    whole = train(config, tmp_path / "whole")
+    interrupted(config, tmp_path / "run")
+    assert train(config, tmp_path / "run")["training"]["losses"] == whole["training"]["losses"]
+    found, model = load_run(tmp_path / "run")
+    assert found == config
+    assert isinstance(model, OVQForRegression)
+    with pytest.raises(ValueError, match="RUN must be of a model of tokens"):
+        load_text_model(tmp_path / "run")

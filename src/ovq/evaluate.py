@@ -1,107 +1,30 @@
 """Measure a trained run: any context length, any number of centroids, other than trained too."""
 
+import json
 import os
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-try:
-    from safetensors import SafetensorError
-except ImportError as error:
-    raise ImportError(
-        f"ovq.evaluate needs {error.name or error}: pip install 'ovq[models]'"
-    ) from error
-
-from ovq.models import OVQCache, OVQForCausalLM
+from ovq.layers.registry import WITH_DICTIONARY
+from ovq.loading import load_run
+from ovq.measuring import EVALUATION_SEED, VALIDATION_START, Model, measure
+from ovq.models import OVQCache, OVQConfig, OVQForCausalLM
 from ovq.models.cache import CACHE_FIELD
+from ovq.points import Point, num_centroids_of
 from ovq.reading import PIECE
-from ovq.run_config import RunConfig, environment
-from ovq.runs import MODEL_FOLDER, check_data, check_weights, read_run, write_run
-from ovq.tasks import Split, Task, TaskDataset, check_seed
-
-# Evaluation data has a seed of its own; the split keeps it apart from the training data anyway.
-EVALUATION_SEED = 1
-TOKENS_PER_BATCH = 32_768
+from ovq.run_config import RunConfig, environment, model_config
+from ovq.runs import read_run, write_run
+from ovq.tasks import Split, Task, TaskDataset, check_seed, token_task
 
 # Called after every setting with those done, those in all, and the last result.
 Progress = Callable[[int, int, dict[str, Any]], None]
 # Called before the first setting with those measured before and those in all, if there are any.
 Known = Callable[[int, int], None]
-
-
-def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM]:
-    """The configuration and the trained model of a run folder, ready to evaluate.
-
-    Raises:
-        ValueError: no run, one that is not done, one whose model is damaged or another's, or one
-            that was trained on a text that has changed since.
-    """
-    run = read_run(folder)
-    config = RunConfig.from_dict(run["config"])
-    if run["status"] != "done":
-        raise ValueError(f"RUN must be done, got {folder} with status {run['status']!r}")
-    try:
-        loaded: Any = OVQForCausalLM.from_pretrained(
-            folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
-        line = str(error).splitlines()[0]
-        raise ValueError(
-            f"RUN must hold a whole model, got {folder / MODEL_FOLDER}: {line}"
-        ) from None
-    model, found = loaded
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found.get(kind):
-            raise ValueError(
-                f"RUN must hold a whole model, got {folder / MODEL_FOLDER} with "
-                f"{kind.replace('_', ' ')} {sorted(map(str, found[kind]))[:3]}"
-            )
-    for name, value in config.model.items():
-        held = getattr(model.config, name, None)
-        part = isinstance(value, dict) and isinstance(held, dict) and value.items() <= held.items()
-        same = part or value == held
-        if not same:
-            raise ValueError(
-                f"RUN must hold the model of its own configuration, got {folder} with {name} = "
-                f"{held!r}, not {value!r}"
-            )
-    check_weights(folder, run)
-    _check_text(run, config.task)
-    return config, model.eval()
-
-
-def _check_text(run: dict[str, Any], task: Task) -> None:
-    try:
-        found = task.fingerprint()
-    except (ValueError, ImportError):
-        return  # a prompt may do without it; what does not says so
-    check_data(run, found)
-
-
-def num_centroids_at(setting: str, length: int) -> int:
-    """The number that a setting such as ``64`` or ``T/4`` means at a context of ``length`` tokens.
-
-    Raises:
-        ValueError: the setting is neither form.
-
-    >>> num_centroids_at("T/4", 128), num_centroids_at("64", 128)
-    (32, 64)
-    """
-    match = re.fullmatch(r"(T/)?([1-9][0-9]*)", setting)
-    if match is None:
-        raise ValueError(
-            f"num_centroids must be a number or a fraction of the context such as T/4, got "
-            f"{setting!r}"
-        )
-    number = int(match[2])
-    return max(1, length // number) if match[1] else number
 
 
 def evaluate(
@@ -114,69 +37,179 @@ def evaluate(
     progress: Progress | None = None,
     known: Known | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a run and add each result to its run file as soon as it is there.
-
-    What the run file holds already is not measured again: the same length, number of centroids and
-    number of sequences, with the same seed, versions and device. So the call that was interrupted
-    goes on where it stopped.
+    """Evaluate a run at every length with every number of centroids, see :func:`evaluate_points`.
 
     Args:
         folder: of a run that is done.
         lengths: context lengths; the recipe's when empty.
-        num_centroids: settings as :func:`num_centroids_at` reads them; the recipe's when empty.
+        num_centroids: settings, see :class:`Point`; the recipe's when empty.
         num_sequences: at each setting; the recipe's when ``None``.
         again: measure everything, in place of the older results.
         progress: called after every setting.
         known: called with the number of settings that are not measured again.
 
     Returns:
-        One dictionary a setting: length, num_centroids (``None`` without a dictionary), the setting
-        as written, sequences, loss in nats a labelled token, accuracy, the bytes of state of one
-        row at the end, and the conditions it was measured under.
+        As :func:`evaluate_points`.
 
     Raises:
-        ValueError: as :func:`load_run`; settings out of their range; a folder that cannot be
-            written to.
+        ValueError: as :func:`evaluate_points`.
     """
     config, model = load_run(folder)
-    given = replace(
-        config.evaluation,
-        lengths=lengths or config.evaluation.lengths or (config.task.context_length,),
-        num_centroids=num_centroids or config.evaluation.num_centroids,
-        num_sequences=config.evaluation.num_sequences if num_sequences is None else num_sequences,
-    )
-    if given.num_sequences < 1:
-        raise ValueError(f"num_sequences must be at least 1, got {given.num_sequences}")
+    chosen = config.evaluation
+    points = [
+        Point(
+            length=length,
+            setting=setting,
+            num_sequences=chosen.num_sequences if num_sequences is None else num_sequences,
+        )
+        for length in lengths or chosen.lengths or (config.task.context_length,)
+        for setting in num_centroids or chosen.num_centroids or (None,)
+    ]
+    return _evaluate(folder, config, model, points, again, progress, known)
+
+
+def evaluate_points(
+    folder: Path,
+    points: Sequence[Point],
+    *,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure a run and add each result to its run file as soon as it is there.
+
+    What the run file holds already is not measured again: the same task, number of centroids and
+    number of sequences, with the same seed, versions and device. So the call that was interrupted
+    goes on where it stopped.
+
+    Args:
+        folder: of a run that is done.
+        points: what to measure, each once; models without a dictionary ignore their settings.
+        progress: called after every point.
+
+    Returns:
+        One dictionary a point: length, num_centroids (``None`` without a dictionary), the setting
+        as written, the task's changes if there are any, what :func:`measure` returns, and the
+        conditions it was measured under.
+
+    Raises:
+        ValueError: as :func:`load_run`; points out of their range; a folder that cannot be written
+            to.
+    """
+    config, model = load_run(folder)
+    return _evaluate(folder, config, model, points, progress=progress)
+
+
+def _evaluate(
+    folder: Path,
+    config: RunConfig,
+    model: Model,
+    points: Sequence[Point],
+    again: bool = False,
+    progress: Progress | None = None,
+    known: Known | None = None,
+) -> list[dict[str, Any]]:
     if not os.access(folder, os.W_OK):
         raise ValueError(f"RUN must be a folder that can be written to, got {folder}")
-    trained = str(model.config.dictionary["num_centroids"])
-    has_dictionary = "ovq" in model.config.mixer_names
-    settings = (given.num_centroids or (trained,)) if has_dictionary else (None,)
-    lengths, settings = tuple(dict.fromkeys(given.lengths)), tuple(dict.fromkeys(settings))
-    trained_task = config.task.without_curriculum()
-    tasks = {length: trained_task.with_length(length) for length in lengths}
-    places = [
-        (length, setting, None if setting is None else num_centroids_at(setting, length))
-        for length in lengths
-        for setting in settings
-    ]
-    found = {} if again else _measured(folder, given.num_sequences)
-    num_known = sum((length, number) in found for length, _, number in places)
+    places = _places(config.task, model.config, points)
+    found = {} if again else _measured(folder)
+    num_known = sum(key in found for key, _, _ in places)
     if known is not None and num_known:
         known(num_known, len(places))
+    model = model.to(environment()["device"])
     results: list[dict[str, Any]] = []
-    for done, (length, setting, number) in enumerate(places, start=1):
-        if (length, number) not in found:
-            if number is not None:
-                model.set_dictionary(num_centroids=number, **_growth_at(length, config))
-            measured = measure(model, tasks[length], given.num_sequences)
-            found[length, number] = measured | {"conditions": _conditions()}
-        about = {"length": length, "num_centroids": number, "setting": setting}
-        results.append(about | found[length, number])
+    for done, (key, about, task) in enumerate(places, start=1):
+        if key not in found:
+            if about["num_centroids"] is not None:
+                growth = _growth_at(about["length"], config)
+                model.set_dictionary(num_centroids=about["num_centroids"], **growth)
+            found[key] = measure(model, task, key.num_sequences) | {"conditions": _conditions()}
+        results.append(about | found[key])
         _keep(folder, results[-1])
         if progress is not None:
             progress(done, len(places), results[-1])
     return results
+
+
+class _Key(NamedTuple):
+    """What makes two measurements of a run the same, conditions apart."""
+
+    length: int
+    num_centroids: int | None
+    changes: str
+    num_sequences: int
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any], num_sequences: int) -> "_Key":
+        changes = json.dumps(result.get("changes", {}), sort_keys=True)
+        return cls(result["length"], result["num_centroids"], changes, num_sequences)
+
+
+def _about(point: Point, config: OVQConfig) -> dict[str, Any]:
+    """What a point asks, in words of the run file; without the number of slots."""
+    trained = str(config.dictionary["num_centroids"])
+    has_dictionary = not WITH_DICTIONARY.isdisjoint(config.mixer_names)
+    setting = (point.setting or trained) if has_dictionary else None
+    about = {"length": point.length, "num_centroids": None, "setting": setting}
+    return about | ({"changes": dict(point.changes)} if point.changes else {})
+
+
+def _asked(about: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
+    return about["length"], about["setting"], about.get("changes", {})
+
+
+def _places(
+    trained: Task, config: OVQConfig, points: Sequence[Point]
+) -> list[tuple[_Key, dict[str, Any], Task]]:
+    """Each distinct point: what makes it known, what it is in words of the run file, its task."""
+    places: list[tuple[_Key, dict[str, Any], Task]] = []
+    for point in points:
+        if not 1 <= point.num_sequences <= VALIDATION_START:
+            raise ValueError(f"num_sequences must be at least 1, got {point.num_sequences}")
+        about, task = _about(point, config), point.task_of(trained)
+        if about["setting"] is not None:
+            about["num_centroids"] = num_centroids_of(about["setting"], config, task)
+        place = (_Key.of(about, point.num_sequences), about, task)
+        if place not in places:  # tells settings apart that mean the same number
+            places.append(place)
+    return places
+
+
+def validate(folder: Path, *, num_sequences: int = 256) -> dict[str, Any]:
+    """Loss on data that was not trained on and is never evaluated, for choosing among runs.
+
+    The task is as it was at the end of training, the dictionary as it was trained. The result goes
+    into the run file under ``validation``, and is not measured twice.
+
+    Args:
+        folder: of a run that is done.
+        num_sequences: to measure on.
+
+    Returns:
+        As :func:`measure`, and the conditions it was measured under.
+
+    Raises:
+        ValueError: as :func:`load_run`.
+    """
+    run = read_run(folder)
+    found = run.get("validation", {})
+    if (found.get("conditions"), found.get("num_sequences")) == (_conditions(), num_sequences):
+        return found
+    config, model = load_run(folder)
+    model, task = model.to(environment()["device"]), config.task.without_curriculum()
+    found = measure(model, task, num_sequences, first=VALIDATION_START)
+    write_run(folder, run | {"validation": found | {"conditions": _conditions()}})
+    return read_run(folder)["validation"]
+
+
+def unmeasured(run: Mapping[str, Any], points: Sequence[Point]) -> list[Point]:
+    """The points that a run's file, as :func:`ovq.runs.read_run` reads it, has no result for."""
+    config = RunConfig.from_dict(run["config"])
+    shape = model_config(config.task, config.model)
+    found = [
+        (*_asked(result), result["num_sequences"])
+        for result in run.get("evaluation", {}).get("results", [])
+        if result.get("conditions") == _conditions()
+    ]
+    return [p for p in points if (*_asked(_about(p, shape)), p.num_sequences) not in found]
 
 
 def _conditions() -> dict[str, Any]:
@@ -185,16 +218,16 @@ def _conditions() -> dict[str, Any]:
     return {"seed": EVALUATION_SEED, "versions": here["versions"], "device": here["device"]}
 
 
-def _measured(folder: Path, num_sequences: int) -> dict[tuple[int, int | None], dict[str, Any]]:
-    """The results of the run file that were measured as they would be now, by setting."""
+def _measured(folder: Path) -> dict[_Key, dict[str, Any]]:
+    """The results of the run file that were measured as they would be now."""
     return {
-        (result["length"], result["num_centroids"]): {
+        _Key.of(result, result["num_sequences"]): {
             name: value
             for name, value in result.items()
-            if name not in ("length", "num_centroids", "setting")
+            if name not in ("length", "num_centroids", "setting", "changes")
         }
         for result in read_run(folder).get("evaluation", {}).get("results", [])
-        if result.get("conditions") == _conditions() and result["num_sequences"] == num_sequences
+        if result.get("conditions") == _conditions()
     }
 
 
@@ -204,7 +237,7 @@ def _keep(folder: Path, result: dict[str, Any]) -> None:
     results = [
         other
         for other in run.get("evaluation", {}).get("results", [])
-        if (other["length"], other["setting"]) != (result["length"], result["setting"])
+        if _asked(other) != _asked(result)
     ]
     ordered = sorted([*results, result], key=lambda r: (r["length"], r["num_centroids"] or 0))
     run["evaluation"] = {"seed": EVALUATION_SEED, **environment(), "results": ordered}
@@ -217,40 +250,6 @@ def _growth_at(length: int, config: RunConfig) -> dict[str, int]:
     return (
         {} if trained is None else {"growth_length": trained * length // config.task.context_length}
     )
-
-
-@torch.no_grad()
-def measure(model: OVQForCausalLM, task: Task, num_sequences: int) -> dict[str, Any]:
-    """Loss and accuracy at the labelled tokens of the evaluation split, and the state's bytes."""
-    dataset = TaskDataset(
-        task, num_sequences=num_sequences, seed=EVALUATION_SEED, split=Split.EVALUATE
-    )
-    loss = right = labelled = 0.0
-    for indices in _batches(num_sequences, task.sequence_length):
-        batch = dataset.batch(indices)
-        expected = batch["labels"][:, 1:]
-        asked = expected != -100
-        places = asked.any(0).nonzero()[:, 0]
-        logits = model(
-            batch["input_ids"].to(model.device), logits_to_keep=places.to(model.device),
-            use_cache=False,
-        ).logits.cpu()  # fmt: skip
-        asked, expected = asked[:, places], expected[:, places]
-        loss += cross_entropy(logits[asked].float(), expected[asked], reduction="sum").item()
-        right += (logits.argmax(-1) == expected)[asked].sum().item()
-        labelled += asked.sum().item()
-    return {
-        "num_sequences": num_sequences,
-        "loss": loss / labelled,
-        "accuracy": right / labelled,
-        "state_bytes": model.state_size(task.sequence_length),
-    }
-
-
-def _batches(num_sequences: int, length: int) -> Iterator[range]:
-    size = max(1, TOKENS_PER_BATCH // length)
-    for start in range(0, num_sequences, size):
-        yield range(start, min(start + size, num_sequences))
 
 
 @torch.no_grad()
@@ -333,9 +332,9 @@ def held_out_tokens(task: Task, num_tokens: int) -> Tensor:
     """The context of a sequence of the evaluation split, ``[num_tokens]`` ids.
 
     Raises:
-        ValueError: the task has no such length.
+        ValueError: the task has no such length, or no tokens.
     """
-    longer = task.without_curriculum().with_length(num_tokens)
+    longer = token_task(task).without_curriculum().with_length(num_tokens)
     dataset = TaskDataset(
         longer, num_sequences=1, seed=EVALUATION_SEED, split=Split.EVALUATE
     )  # fmt: skip

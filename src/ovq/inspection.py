@@ -20,6 +20,7 @@ from torch import Tensor
 
 import ovq
 from ovq.layers import OVQAttention
+from ovq.loading import Codec
 from ovq.models import OVQForCausalLM
 from ovq.ops.ovq_attention import (
     OVQState,
@@ -31,7 +32,6 @@ from ovq.ops.ovq_attention import (
 )
 from ovq.ops.ovq_attention.api import ovq_attention_with_slots
 from ovq.runs import write_text
-from ovq.tasks import Task
 
 MAX_TOKENS = 2048
 SLOTS_KEPT = 8  # of those that a token reads
@@ -119,26 +119,26 @@ def ovq_mixers(model: OVQForCausalLM, layer: int | None = None) -> dict[int, OVQ
     return mixers if layer is None else {layer: mixers[layer]}
 
 
-def token_texts(task: Task, ids: list[int]) -> list[str | None]:
+def token_texts(codec: Codec, ids: list[int]) -> list[str | None]:
     """The text of each token; ``None`` where a later one completes the character."""
     texts: list[str | None] = []
     waiting: list[int] = []
     for number in ids:
         waiting.append(number)
-        text = task.decode(waiting)
+        text = codec.decode(waiting)
         if "\ufffd" not in text:
             texts += [None] * (len(waiting) - 1) + [text]
             waiting = []
         elif len(waiting) == 4:  # the longest character of UTF-8
-            texts.append(task.decode(waiting[:1]))
+            texts.append(codec.decode(waiting[:1]))
             del waiting[0]
-    return texts + [task.decode([number]) for number in waiting]
+    return texts + [codec.decode([number]) for number in waiting]
 
 
 @torch.no_grad()
 def inspect(
     model: OVQForCausalLM,
-    task: Task,
+    codec: Codec,
     text: str,
     *,
     name: str,
@@ -151,7 +151,7 @@ def inspect(
 
     Args:
         model: in evaluation mode.
-        task: the one it was trained on, whose vocabulary encodes the text.
+        codec: the task it was trained on, or its tokenizer, which encodes the text.
         text: at least one token.
         name: of the run.
         source: where the text is from.
@@ -164,7 +164,7 @@ def inspect(
             vocabulary lacks.
     """
     mixers = ovq_mixers(model, layer)
-    ids = task.encode(text)
+    ids = codec.encode(text)
     if not len(ids):
         raise ValueError(f"text must hold at least one token, got none in {source}")
     heads = model.config.num_attention_heads * len(mixers)
@@ -180,7 +180,7 @@ def inspect(
                 progress(before + chunk, len(mixers) * chunks)
 
         found.append({"layer": index} | _layer_content(mixer, inputs[index], num_slots, advance))
-    texts = token_texts(task, kept.tolist())
+    texts = token_texts(codec, kept.tolist())
     return {
         "format": "ovq-inspection",
         "version": 1,
@@ -188,7 +188,7 @@ def inspect(
         "run": name,
         "source": source,
         "tokens": texts,
-        "spaced": len(texts) > 1 and " ".join(t or "" for t in texts) == task.decode(kept),
+        "spaced": len(texts) > 1 and " ".join(t or "" for t in texts) == codec.decode(kept),
         "num_tokens_of_text": len(ids),
         "slots_kept": num_slots,
         "dictionary": model.config.dictionary,

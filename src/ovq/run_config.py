@@ -8,7 +8,8 @@ import torch
 import transformers
 
 import ovq
-from ovq.tasks import Task, task_from_dict, task_to_dict
+from ovq.models import OVQConfig, OVQForCausalLM, OVQForRegression, OVQRegressionConfig
+from ovq.tasks import ContinuousTask, Task, task_from_dict, task_to_dict, token_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,12 @@ class TrainingConfig:
         curriculum: whether the task grows harder over the run, as it defines.
         save_every: steps between checkpoints.
         seed: of weights and data.
+        frozen: parameters that keep their initial values, by the last part of their names, such as
+            ``log_beta``.
+        accumulation_steps: parts of a step's sequences that are taken one after the other, to save
+            memory.
+        bf16: whether products are in bfloat16 (autocast).
+        gradient_checkpointing: whether layers run once more in the backward, to save memory.
     """
 
     num_steps: int
@@ -34,6 +41,10 @@ class TrainingConfig:
     curriculum: bool = False
     save_every: int = 250
     seed: int = 0
+    frozen: tuple[str, ...] = ()
+    accumulation_steps: int = 1
+    bf16: bool = False
+    gradient_checkpointing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +70,8 @@ class RunConfig:
     Attributes:
         name: of the recipe; the run folder is called so by default.
         task: what is learned.
-        model: fields of :class:`~ovq.models.OVQConfig`; the vocabulary is the task's.
+        model: fields of :class:`~ovq.models.OVQConfig`; the vocabulary, or the numbers that go in
+            and out, are the task's.
         training: how.
         evaluation: what is measured afterwards.
     """
@@ -76,7 +88,7 @@ class RunConfig:
             "name": self.name,
             "task": task_to_dict(self.task),
             "model": self.model,
-            "training": asdict(self.training),
+            "training": asdict(self.training) | {"frozen": list(self.training.frozen)},
             "evaluation": {
                 "lengths": list(self.evaluation.lengths),
                 "num_centroids": list(self.evaluation.num_centroids),
@@ -92,12 +104,12 @@ class RunConfig:
             ValueError: a field that is missing, unknown or out of its range.
         """
         try:
-            evaluation = fields["evaluation"]
+            evaluation, training = fields["evaluation"], fields["training"]
             return cls(
                 name=fields["name"],
                 task=task_from_dict(fields["task"]),
                 model=fields["model"],
-                training=TrainingConfig(**fields["training"]),
+                training=TrainingConfig(**training | {"frozen": tuple(training.get("frozen", ()))}),
                 evaluation=EvaluationConfig(
                     lengths=tuple(evaluation["lengths"]),
                     num_centroids=tuple(evaluation["num_centroids"]),
@@ -106,6 +118,23 @@ class RunConfig:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"config must hold the fields of a RunConfig: {error}") from None
+
+
+def model_class(task: Task) -> type[OVQForCausalLM] | type[OVQForRegression]:
+    """The class of the models that learn a task."""
+    return OVQForRegression if isinstance(task, ContinuousTask) else OVQForCausalLM
+
+
+def model_config(task: Task, fields: dict[str, Any]) -> OVQConfig:
+    """The configuration of a model of these fields whose ends fit a task.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+    if isinstance(task, ContinuousTask):
+        ends = {"num_inputs": task.num_inputs, "num_outputs": task.num_outputs}
+        return OVQRegressionConfig(**ends, **fields)
+    return OVQConfig(vocab_size=token_task(task).vocab_size, **fields)
 
 
 def environment() -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Train a model on a task with ``transformers.Trainer``, in a folder that can be resumed."""
+"""Train a model on a task with ``transformers.Trainer``, in a folder that can be resumed.
+
+Under ``torchrun`` the processes share each step's sequences, and the first of them writes.
+"""
 
 import json
 import os
@@ -6,16 +9,20 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler, SequentialSampler
+from torch import Tensor, distributed
+from torch.utils.data import Sampler, SequentialSampler, default_collate
 
 try:
     import transformers
+    from accelerate import PartialState
     from filelock import FileLock, Timeout
     from transformers import (
         PreTrainedTokenizerFast,
@@ -29,8 +36,8 @@ try:
 except ImportError as error:
     raise ImportError(f"ovq.train needs {error.name or error}: pip install 'ovq[train]'") from error
 
-from ovq.models import OVQConfig, OVQForCausalLM
-from ovq.run_config import RunConfig, environment
+from ovq.models import OVQForCausalLM, OVQForRegression
+from ovq.run_config import RunConfig, environment, model_class, model_config
 from ovq.runs import (
     MODEL_FOLDER,
     RUN_FILE,
@@ -42,34 +49,80 @@ from ovq.runs import (
     write_run,
     write_text,
 )
-from ovq.tasks import LanguageModelingTask, Split, Task, TaskDataset, check_seed
+from ovq.tasks import IGNORED, LanguageModelingTask, Split, Task, TaskDataset, check_seed
 from ovq.tasks.corpus import KJV
 from ovq.tasks.tokenization import END_OF_TEXT, with_end_of_text
 
 CHECKPOINT_FOLDER = "checkpoints"
 DIGESTS_FILE = "sha256.json"  # of every other file of a checkpoint
 LOCK_FILE = ".lock"  # held while a run trains; a killed process lets go of it
+CHECKPOINTING = "activation_checkpointing"  # its name in newer versions of transformers
+if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:
+    CHECKPOINTING = "gradient_checkpointing"
+LONGEST_WAIT = timedelta(days=2)  # of one process for another
 
 # Called after every step with steps done, steps in all, the loss, and tokens per second.
 Progress = Callable[[int, int, float, float], None]
 
 
-def make_model(config: RunConfig) -> OVQForCausalLM:
+def processes() -> PartialState:
+    """The processes that ``torchrun`` started, connected; without it there is this one."""
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=LONGEST_WAIT)
+
+
+def make_model(config: RunConfig) -> OVQForCausalLM | OVQForRegression:
     """The untrained model of a run; its weights follow from the seed.
 
     Raises:
-        ValueError: a field of the model, or the seed, out of its range.
+        ValueError: a field of the model, or the seed, out of its range; a name to freeze that no
+            parameter has.
     """
     check_seed(config.training.seed, 2**32)  # NumPy takes no other
     set_seed(config.training.seed)
-    return OVQForCausalLM(OVQConfig(vocab_size=config.task.vocab_size, **config.model))
+    cls: Any = model_class(config.task)
+    model = cls(model_config(config.task, config.model))
+    for last in config.training.frozen:
+        found = [x for name, x in model.named_parameters() if name.split(".")[-1] == last]
+        if not found:
+            raise ValueError(f"frozen must hold last parts of parameters' names, got {last!r}")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    return model
+
+
+def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack examples; where few tokens are labelled, ask the model for their logits alone.
+
+    Args:
+        examples: of a task, see :class:`~ovq.tasks.Task`.
+
+    Returns:
+        Their tensors by name. If some position has a label in no row, ``logits_to_keep`` holds the
+        ``P`` positions before labels, and the last one; ``labels`` ``[B, P + 1]`` are those of the
+        tokens after them, shifted by one as the model expects: the loss is the same.
+
+    >>> example = {"input_ids": torch.arange(5), "labels": torch.tensor([-100, -100, 2, -100, 4])}
+    >>> batch = collate([example])
+    >>> batch["logits_to_keep"].tolist(), batch["labels"].tolist()
+    ([1, 3, 4], [[-100, 2, 4]])
+    """
+    batch = default_collate(list(examples))
+    if "labels" not in batch:
+        return batch
+    following = batch["labels"][:, 1:]
+    places = (following != IGNORED).any(0).nonzero()[:, 0]
+    if len(places) < following.shape[1]:
+        nothing = torch.full_like(following[:, :1], IGNORED)
+        batch["labels"] = torch.cat([nothing, following[:, places]], dim=1)
+        batch["logits_to_keep"] = torch.cat([places, places.new_tensor([following.shape[1]])])
+    return batch
 
 
 def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Train a run in its folder, or go on where an interrupted one stopped.
 
     Ctrl-C ends the run after the step at hand, with a checkpoint; the same call resumes it, to the
-    losses of an uninterrupted run.
+    losses of an uninterrupted run. Under ``torchrun`` every process makes this call.
 
     Args:
         config: of the run.
@@ -81,9 +134,11 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
 
     Raises:
         ValueError: the folder holds a run of another configuration, or files that are no run; the
-            text has changed since the run began; a checkpoint is damaged.
+            text has changed since the run began; a checkpoint is damaged; a number of sequences
+            that the processes cannot share.
     """
     check_seed(config.training.seed, 2**32)
+    _check_shares(config)
     started = _check_folder(config, folder)
     if started and started["status"] == "done":
         if not (folder / MODEL_FOLDER / "model.safetensors").is_file():
@@ -93,9 +148,9 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
     if started:
         check_data(started, config.task.fingerprint())
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK_FILE)
+    first = processes().is_main_process
     try:
-        with lock.acquire(timeout=0):
+        with FileLock(folder / LOCK_FILE).acquire(timeout=0) if first else nullcontext():
             return _train(config, folder, progress, started)
     except Timeout:
         raise ValueError(
@@ -120,8 +175,11 @@ def _train(
         **environment(),
     }
     run["status"] = "running"
-    write_run(folder, run)
-    watch = _Watch(config, progress)
+    first = processes().is_main_process
+    processes().wait_for_everyone()  # all have read what the first one now changes
+    if first:
+        write_run(folder, run)
+    watch = _Watch(config, progress if first else None)
     trainer = _Trainer(
         model=model,
         args=_arguments(config, folder),
@@ -132,6 +190,7 @@ def _train(
             split=Split.TRAIN,
             curriculum=config.training.curriculum,
         ),
+        data_collator=collate,
         callbacks=[watch],
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -145,19 +204,26 @@ def _train(
         "losses": losses,
         "tokens_per_second": watch.tokens_per_second,
     }
-    if watch.interrupted:
-        run["status"] = "interrupted"
-    else:
-        save_model(model, config.task, folder / MODEL_FOLDER)
-        run["weights"] = weights_digests(folder)
-        run["status"] = "done"
-    write_run(folder, run)
-    if run["status"] == "done":
-        shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
+    run["status"] = "interrupted" if watch.interrupted else "done"
+    if first:
+        _finish(config, folder, model, run)
+    processes().wait_for_everyone()
     return read_run(folder)
 
 
-def save_model(model: OVQForCausalLM, task: Task, folder: Path) -> None:
+def _finish(
+    config: RunConfig, folder: Path, model: OVQForCausalLM | OVQForRegression, run: dict[str, Any]
+) -> None:
+    """Write the run file, and the model in place of the checkpoints if training is done."""
+    if run["status"] == "done":
+        save_model(model, config.task, folder / MODEL_FOLDER)
+        run["weights"] = weights_digests(folder)
+    write_run(folder, run)
+    if run["status"] == "done":
+        shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
+
+
+def save_model(model: OVQForCausalLM | OVQForRegression, task: Task, folder: Path) -> None:
     """Write model and tokenizer into a folder, beside it first, then renamed onto it."""
     beside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
@@ -203,7 +269,8 @@ def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
             raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
         return None
     run = read_run(folder)
-    wanted, found = config.to_dict(), run["config"]
+    # Read and written again, so that fields which are newer than the run have their defaults.
+    wanted, found = config.to_dict(), RunConfig.from_dict(run["config"]).to_dict()
     for part in ("task", "model", "training"):
         for name in sorted(wanted[part].keys() | found[part].keys()):
             ours, theirs = wanted[part].get(name), found[part].get(name)
@@ -221,12 +288,28 @@ def _same_folder(one: Any, other: Any) -> bool:
     return len(names) == 2 and Path(names[0]).resolve() == Path(names[1]).resolve()
 
 
+def _check_shares(config: RunConfig) -> int:
+    """Sequences that a process takes at a time."""
+    training = config.training
+    parts = processes().num_processes * training.accumulation_steps
+    if training.batch_size % parts:
+        raise ValueError(
+            f"batch_size must be a multiple of processes times accumulation_steps = {parts}, got "
+            f"{training.batch_size}"
+        )
+    return training.batch_size // parts
+
+
 def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     training = config.training
-    return TrainingArguments(
+    checkpointing: dict[str, Any] = {CHECKPOINTING: True} if training.gradient_checkpointing else {}
+    arguments = TrainingArguments(
         output_dir=str(folder / CHECKPOINT_FOLDER / "partial"),
         max_steps=training.num_steps,
-        per_device_train_batch_size=training.batch_size,
+        per_device_train_batch_size=_check_shares(config),
+        gradient_accumulation_steps=training.accumulation_steps,
+        **checkpointing,
+        bf16=training.bf16,
         learning_rate=training.learning_rate,
         warmup_steps=training.warmup_steps,
         lr_scheduler_type="cosine",
@@ -239,7 +322,12 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         report_to="none",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        ddp_timeout=int(LONGEST_WAIT.total_seconds()),
+        ddp_broadcast_buffers=False,  # codebooks keep in step by themselves
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # a process has one device, with torchrun or without
+    return arguments
 
 
 class _Trainer(Trainer):
@@ -253,6 +341,12 @@ class _Trainer(Trainer):
         super()._save_checkpoint(model, trial)
         partial = Path(self._get_output_dir(trial))
         step = self.state.global_step
+        processes().wait_for_everyone()  # each has written its part
+        if processes().is_main_process:
+            self._put_in_place(partial, step)
+        processes().wait_for_everyone()
+
+    def _put_in_place(self, partial: Path, step: int) -> None:
         saved = partial / f"checkpoint-{step}"
         write_text(saved / DIGESTS_FILE, json.dumps(digests(saved), indent=1))
         place = partial.parent / f"step-{step}"
@@ -286,6 +380,10 @@ class _Watch(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if distributed.is_available() and distributed.is_initialized():
+            heard = torch.tensor(float(self.interrupted), device=args.device)
+            distributed.all_reduce(heard)
+            self.interrupted = bool(heard)
         if self.interrupted:
             control.should_save = control.should_training_stop = True
 
@@ -319,6 +417,6 @@ class _Interrupts:
             signal.signal(number, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.watch.interrupted:
+        if self.watch.interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.watch.interrupted = True

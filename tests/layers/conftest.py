@@ -20,6 +20,9 @@ class SmallConfig:
     expand_v: float = 1.0
     ssm_state_size: int = 6
     ssm_expand: float = 2.0
+    num_first_tokens: int = 2
+    dictionary_distance: int = 6
+    max_rotary_position: int = 9
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 6, "chunk_size": 4})
 
 

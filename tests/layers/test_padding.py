@@ -66,14 +66,14 @@ def past_of_unlike_lengths(mixer: Mixer) -> MixerState:
 def held(state: MixerState, row: int) -> list[Tensor]:
     """What a row remembers, without what a batch adds to it."""
     own = state.select_rows(torch.tensor([row]))
-    if isinstance(own, KVState):
-        latest = own.held_by_row()[0]
-        return [own.keys[0, latest], own.values[0, latest], own.num_tokens]
     return tensors_in(own)
 
 
 def tensors_in(state) -> list[Tensor]:
-    """All tensors of a state and of the states within it."""
+    """All tensors of a state of one row and of the states within it."""
+    if isinstance(state, KVState):
+        latest = state.held_by_row()[0]
+        return [state.keys[0, latest], state.values[0, latest], state.num_tokens]
     found = []
     for value in (getattr(state, field.name) for field in fields(state)):
         if isinstance(value, Tensor):

@@ -167,3 +167,62 @@ def test_copies_are_equal_and_of_their_own():
     config.layer_pattern.append("vq")
     assert pattern == ["ovq"]
     assert OVQConfig().layer_pattern == ["sliding_window", "ovq"]
+
+
+LAYERS = [{"window_size": 9}, {"dictionary": {"num_centroids": 5}, "num_first_tokens": 1}, {}]
+
+
+def test_layers_have_fields_of_their_own(tmp_path):
+    config = OVQConfig(
+        num_hidden_layers=5, window_size=7, layer_fields=LAYERS,
+        dictionary={"num_centroids": 3, "chunk_size": 2},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    for same in (config, AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
+        assert same.layer_fields == LAYERS
+        assert [same.for_layer(i).window_size for i in range(5)] == [9, 7, 7, 9, 7]
+        assert [same.for_layer(i).num_first_tokens for i in range(5)] == [4, 1, 4, 4, 1]
+        dictionaries = [same.for_layer(i).dictionary for i in range(5)]
+        assert [d["num_centroids"] for d in dictionaries] == [3, 5, 3, 3, 5]
+        assert {d["chunk_size"] for d in dictionaries} == {2}
+    assert (config.window_size, config.dictionary["num_centroids"]) == (7, 3)
+    assert OVQConfig().for_layer(3) == OVQConfig()
+
+
+def test_a_model_is_made_and_changed_layer_by_layer():
+    fields = [{"window_size": 9}, {}, {}, {"dictionary": {"num_centroids": 5}}]
+    config = OVQConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        num_hidden_layers=4, layer_pattern=["sliding_window", "ovq"], layer_fields=fields,
+        dictionary={"num_centroids": 3, "chunk_size": 2},
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    mixers = [layer.mixer for layer in model.model.layers]
+    assert [mixers[0].window_size, mixers[2].window_size] == [9, 128]
+    assert [mixers[i].dictionary.num_centroids for i in (1, 3)] == [3, 5]
+    model.set_dictionary(chunk_size=4)
+    assert [mixers[i].dictionary.num_centroids for i in (1, 3)] == [3, 5]
+    assert [mixers[i].dictionary.chunk_size for i in (1, 3)] == [4, 4]
+    with pytest.raises(ValueError, match=r"num_centroids .* got 0"):
+        model.set_dictionary(num_centroids=0)
+    model.set_dictionary(num_centroids=7)
+    assert [mixers[i].dictionary.num_centroids for i in (1, 3)] == [7, 7]
+    again = AutoModelForCausalLM.from_config(model.config)
+    assert again.state_size(100) == model.state_size(100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window_size": 9}, "layer_fields must be a list of fields by name"),
+        ([3], "layer_fields must be a list of fields by name"),
+        ([{"hidden_size": 4}], "layer_fields must hold fields among .* got 'hidden_size'"),
+        ([{}, {"window_size": 0}], "window_size must be an integer of at least 1, got 0"),
+        ([{"num_first_tokens": -1}], "num_first_tokens must be an integer of at least 0, got -1"),
+        ([{"dictionary": {"slots": 1}}], "dictionary must hold no fields but"),
+        ([{"dictionary": 3}], "dictionary must hold fields by name, got 3"),
+    ],
+)
+def test_layer_fields_out_of_range(fields, message):
+    with pytest.raises(ValueError, match=message):
+        OVQConfig(layer_fields=fields)

@@ -177,7 +177,7 @@ def test_another_dictionary_on_the_same_weights(make_model, token_ids):
     with pytest.raises(ValueError, match=r"num_centroids .* got 0"):
         model.set_dictionary(num_centroids=0)
     assert model(token_ids).logits.equal(small.logits)
-    with pytest.raises(ValueError, match="layer_pattern must hold 'ovq'"):
+    with pytest.raises(ValueError, match=r"layer_pattern must hold one of .'ovq', 'windowed_ovq'"):
         make_model(layer_pattern=["full_attention"]).set_dictionary(num_centroids=4)
 
 

@@ -13,7 +13,7 @@ from ovq.ops.windowed_ovq import (
     windowed_ovq_by_tokens,
 )
 
-POSITIONS = Positions(rope_theta=50.0, distance=11, max_distance=17)
+POSITIONS = Positions(rope_theta=50.0, distance=11, max_position=17)
 DICTIONARIES = {
     "paper": DictionaryConfig(num_centroids=5, chunk_size=3, window_size=6),
     "no window": DictionaryConfig(num_centroids=5, chunk_size=4, seeding="novel"),
@@ -62,7 +62,7 @@ def test_equals_the_oracle(dictionary, num_first_tokens, num_tokens):
 def test_is_full_attention_until_a_chunk_leaves_the_window():
     q, k, v, bias = inputs(1, 40)
     dictionary = DictionaryConfig(num_centroids=4, chunk_size=8, window_size=16)
-    positions = Positions(rope_theta=50.0, distance=11, max_distance=100)
+    positions = Positions(rope_theta=50.0, distance=11, max_position=100)
     o, _ = windowed_ovq_attention(
         q, k, v, 0.7, bias, dictionary=dictionary, num_first_tokens=2, positions=positions
     )
@@ -150,8 +150,8 @@ def test_bad_input_raises():
             lambda: run(q, k, v, bias, dictionary=dictionary, num_first_tokens=-1),
             "num_first_tokens must be at least 0, got -1",
         ),
-        (lambda: Positions(rope_theta=0.0, distance=1, max_distance=1), "rope_theta must be above"),
-        (lambda: Positions(rope_theta=9.0, distance=-1, max_distance=1), "distance must be at"),
+        (lambda: Positions(rope_theta=0.0, distance=1, max_position=1), "rope_theta must be above"),
+        (lambda: Positions(rope_theta=9.0, distance=-1, max_position=1), "distance must be at"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,6 +1,7 @@
 """What the recall task promises about its sequences."""
 
 import dataclasses
+import hashlib
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ TASKS = {
     "no filler": RecallTask(context_length=32, tokens_per_pair=2, num_queries=16, num_keys=16),
     "uneven": RecallTask(context_length=61, tokens_per_pair=7, num_queries=1),
     "curriculum": RecallTask(initial_tokens_per_pair=2),
+    "fixed pairs": RecallTask(context_length=200, fixed_pairs=9, initial_tokens_per_pair=4),
 }
 
 
@@ -175,12 +177,12 @@ def test_unknown_names_raise(name):
     ("fields", "message"),
     [
         ({"key_length": 0}, "key_length must be an integer of at least 1, got 0"),
-        ({"num_queries": 17}, "num_queries must be at most .* 16 pairs, got 17"),
+        ({"num_queries": 17}, "num_queries must be at most the 16 pairs .*, got 17"),
         ({"num_values": 7}, "num_values must be even, got 7"),
         ({"num_filler": 1}, "num_filler must be even, got 1"),
         ({"tokens_per_pair": 1}, "tokens_per_pair must be at least .*= 2, got 1"),
         ({"context_length": 7}, "context_length must be at least tokens_per_pair = 8, got 7"),
-        ({"num_keys": 15}, "num_keys .* at least the 16 pairs .*, got 15"),
+        ({"num_keys": 15}, "num_keys .* the 16 pairs .*, got 15"),
         ({"num_keys": 63, "initial_tokens_per_pair": 2}, "num_keys .* the 64 pairs .*, got 63"),
         ({"num_keys": 3, "key_length": 2}, "num_keys .* the 16 pairs .*, got 9"),
         ({"initial_tokens_per_pair": 1}, "initial_tokens_per_pair must be .* at least 2, got 1"),
@@ -200,3 +202,69 @@ def test_too_few_keys_for_another_length_raise():
     with pytest.raises(ValueError, match=r"num_keys .* the 256 pairs .* 2048 tokens, got 64"):
         task.without_curriculum().with_length(2048)
     assert task.without_curriculum().with_length(512).num_pairs == 64
+
+
+def test_pairs_or_filler_grow_with_the_length():
+    task = RecallTask(initial_tokens_per_pair=4)
+    assert task.with_length(1024).num_pairs == 128
+    fixed = task.with_pairs_fixed()
+    assert fixed.num_pairs == task.num_pairs == 16
+    longer = fixed.with_length(1024)
+    assert [longer.num_pairs_at(p) for p in (0.0, 0.25, 0.5, 1.0)] == [
+        256,
+        30,
+        16,
+        16,
+    ]
+    (example,) = examples(longer, num_sequences=1)
+    assert len(pairs_of(longer, example["input_ids"])) == 16
+    # The pairs are spread over the whole of it.
+    places = longer.vocabulary.contains("k", example["input_ids"][:1024]).nonzero()[:, 0]
+    assert places.min() < 256
+    assert places.max() > 768
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fixed_pairs": 0}, "fixed_pairs must be an integer of at least 1, got 0"),
+        ({"fixed_pairs": 65}, "fixed_pairs must be at most the 64 pairs .* 128 tokens, got 65"),
+        ({"fixed_pairs": 7}, "num_queries must be at most the 7 pairs of 128 tokens, got 8"),
+        (
+            {"fixed_pairs": 32, "initial_tokens_per_pair": 5},
+            "initial_tokens_per_pair must be at most context_length / fixed_pairs = 4, got 5",
+        ),
+    ],
+)
+def test_bad_numbers_of_pairs_raise(fields, message):
+    with pytest.raises(ValueError, match=message) as error:
+        RecallTask(**fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("name", ["num_keys", "context_length", "tokens_per_pair"])
+@pytest.mark.parametrize("value", [None, "8", 8.0])
+def test_fields_of_another_type_raise(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {value!r}"):
+        RecallTask(**{name: value})
+
+
+# Of four examples of seed 5 in training and in evaluation, as the committed runs saw them.
+DIGESTS = {
+    "default": ("9eb1a8ac7b302ddd", "993b7aa70785fe78"),
+    "long keys and values": ("0747b72b8b0df51e", "313592a83487d738"),
+    "many possible keys": ("4323bd8caceac7db", "58d53229c6137f0a"),
+    "no filler": ("b098ea2a8221d161", "5f7d324d0fec1696"),
+    "uneven": ("e000b6c1624cb43e", "22e5a99c49a59a35"),
+    "curriculum": ("f2a38cea18b45fee", "8a6e0074210e82f8"),
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_data_of_a_seed_stays_what_it_was(name):
+    """Else the committed results could not be made again."""
+    for split, digest in zip(Split, DIGESTS[name], strict=True):
+        dataset = TaskDataset(TASKS[name], num_sequences=4, seed=5, split=split, curriculum=True)
+        content = "".join(str(tensor.tolist()) for i in range(4) for tensor in dataset[i].values())
+        assert hashlib.sha256(content.encode()).hexdigest()[:16] == digest

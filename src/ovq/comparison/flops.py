@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ovq.models import OVQConfig, OVQForCausalLM
 from ovq.models.configuration_ovq import dictionary_config
 from ovq.ops.ovq_attention import DictionaryConfig
+from ovq.ops.sink_attention import BLOCK
 
 Shape = tuple[int, ...]
 # A multiple of the chunks of all recurrent operators.
@@ -155,7 +156,10 @@ def training_flops(config: OVQConfig, lengths: Iterable[int]) -> dict[int, int]:
     for length in lengths:
         of_operator = ovq_operator_flops(dictionary, length, **sizes)
         num_operators = config.mixer_names.count("ovq")
-        found[length] = _extrapolated(count, length, unit) + num_operators * of_operator
+        # What windowed OVQ computes grows with its dictionary, no polynomial.
+        exact = "windowed_ovq" in config.mixer_names
+        counted = count(length) if exact else _extrapolated(count, length, unit)
+        found[length] = counted + num_operators * of_operator
     return found
 
 
@@ -164,7 +168,8 @@ def _tokens_of_a_period(config: OVQConfig) -> int:
     names = config.mixer_names
     window = config.window_size if "sliding_window" in names else 1
     block = config.block_size if any(name.startswith("vq") for name in names) else 1
-    return math.lcm(CHUNK, window, block)
+    read = BLOCK if "sliding_window_sinks" in names else 1
+    return math.lcm(CHUNK, window, block, read)
 
 
 def _extrapolated(count: Callable[[int], int], length: int, unit: int) -> int:

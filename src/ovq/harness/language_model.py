@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ovq.evaluate import load_run
+from ovq.loading import load_run
 from ovq.runs import MODEL_FOLDER, RUN_FILE, read_run
 
 # Called with sequences scored and those in all.

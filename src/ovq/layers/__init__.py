@@ -10,7 +10,9 @@ from ovq.layers.ovq_attention import OVQAttention
 from ovq.layers.padding import without_padding
 from ovq.layers.registry import MIXERS, build_mixer
 from ovq.layers.sliding_window import SlidingWindowAttention
+from ovq.layers.sliding_window_sinks import SlidingWindowSinkAttention
 from ovq.layers.vq_attention import VQAttention, codebook_health
+from ovq.layers.windowed_ovq import WindowedOVQAttention
 
 __all__ = [
     "MIXERS",
@@ -24,7 +26,9 @@ __all__ = [
     "MixerState",
     "OVQAttention",
     "SlidingWindowAttention",
+    "SlidingWindowSinkAttention",
     "VQAttention",
+    "WindowedOVQAttention",
     "build_mixer",
     "codebook_health",
     "without_padding",

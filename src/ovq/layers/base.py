@@ -27,6 +27,9 @@ class MixerConfig(Protocol):
     rope_theta: float
     use_short_conv: bool
     dictionary: dict
+    num_first_tokens: int
+    dictionary_distance: int
+    max_rotary_position: int
     num_codes: int
     block_size: int
     straight_through: str

@@ -114,7 +114,8 @@ class Codebook(nn.Module):
     A code that no vector has joined in 100 training forwards is dead, as all are at the start: each
     further forward puts it on another vector, until one joins. Which vector is a fixed function of
     the code's index and the number of vectors. Under ``torch.distributed`` the records of all
-    processes are summed.
+    processes are summed, so that their codebooks stay equal; they differ from one process's on the
+    same vectors where codes are dead, since those are put on vectors of the first process.
 
     The buffers are in float32 at least, whatever the module is converted to.
 

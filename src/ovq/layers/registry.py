@@ -10,13 +10,17 @@ from ovq.layers.mamba2 import Mamba2
 from ovq.layers.mesa_net import MesaNet
 from ovq.layers.ovq_attention import OVQAttention
 from ovq.layers.sliding_window import SlidingWindowAttention
+from ovq.layers.sliding_window_sinks import SlidingWindowSinkAttention
 from ovq.layers.vq_attention import VQAttention
+from ovq.layers.windowed_ovq import WindowedOVQAttention
 
 MIXERS: dict[str, Callable[[MixerConfig, int], Mixer]] = {
     "full_attention": FullAttention.from_config,
     "full_attention_nope": FullAttention.without_positions,
     "sliding_window": SlidingWindowAttention.from_config,
+    "sliding_window_sinks": SlidingWindowSinkAttention.from_config,
     "ovq": OVQAttention.from_config,
+    "windowed_ovq": WindowedOVQAttention.from_config,
     "vq": VQAttention.from_config,
     "vq_static_values": VQAttention.with_static_values,
     "linear_attention": LinearAttention.from_config,
@@ -33,6 +37,9 @@ WITH_SHORT_CONV = frozenset(
         "gated_delta_net", "mamba2", "mesa_net",
     }
 )  # fmt: skip
+
+# Their dictionaries take another number of slots after training, too.
+WITH_DICTIONARY = frozenset({"ovq", "windowed_ovq"})
 
 
 def check_mixer_name(name: str, argument: str = "name") -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import MISSING, asdict, field
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -53,9 +54,17 @@ class OVQConfig(PreTrainedConfig):
         max_position_embeddings: the longest sequence it is meant for. Nothing in the model is
             bound by it, but evaluation tools truncate to it.
         layer_pattern: mixer names, repeated over the layers.
+        layer_fields: fields that differ by layer, one mapping a layer, repeated over the layers,
+            such as ``[{"window_size": 64}, {"dictionary": {"num_centroids": 512}}]``; of
+            :data:`LAYER_FIELDS`. Empty for none.
         window_size: ``W`` of sliding-window layers: a token sees itself and ``W - 1`` before it.
         dictionary: the fields of :class:`~ovq.ops.ovq_attention.DictionaryConfig`, for OVQ layers;
             those left out have its defaults.
+        num_first_tokens: ``S``, tokens at the start of a sequence that windowed OVQ layers and
+            sliding windows with sinks keep for good.
+        dictionary_distance: tokens between a query and the dictionary of windowed OVQ layers, for
+            its rotary embedding.
+        max_rotary_position: the last position from which those layers read the first tokens.
         num_codes: codes ``S`` of each codebook of VQ layers; 512 as in Transformer-VQ, half the
             default dictionary of OVQ layers.
         block_size: ``C`` of VQ layers: a token sees the keys of its own block and the one before
@@ -99,8 +108,12 @@ class OVQConfig(PreTrainedConfig):
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
     max_position_embeddings: int = 131072
     layer_pattern: list[str] = field(default_factory=lambda: ["sliding_window", "ovq"])
+    layer_fields: list[dict] = field(default_factory=list)
     window_size: int = 128
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
+    num_first_tokens: int = 4
+    dictionary_distance: int = 2048
+    max_rotary_position: int = 8191
     num_codes: int = 512
     block_size: int = 128
     straight_through: str = "keys"
@@ -182,18 +195,30 @@ class OVQConfig(PreTrainedConfig):
         names = self.layer_pattern
         return [names[index % len(names)] for index in range(self.num_hidden_layers)]
 
+    def for_layer(self, layer_idx: int) -> "OVQConfig":
+        """This configuration with the fields of one layer in their places."""
+        changes = self.layer_fields[layer_idx % len(self.layer_fields)] if self.layer_fields else {}
+        if not changes:
+            return self
+        own = copy(self)
+        for name, value in changes.items():
+            within = name == "dictionary"
+            setattr(own, name, {**self.dictionary, **value} if within else value)
+        return own
+
     def validate(self) -> None:
         """Check all fields, as transformers also does before it saves.
 
         Raises:
             ValueError: a field out of its range.
         """
-        dictionary_config(self.dictionary)
+        _check_layer_fields(self.layer_fields)
+        for layer_idx in range(max(1, len(self.layer_fields))):
+            _check_sizes(self.for_layer(layer_idx))
         check_straight_through(self.straight_through)
         _check_positive(
             self, "vocab_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads",
-            "head_dim", "max_position_embeddings", "window_size", "num_codes", "block_size",
-            "ssm_state_size",
+            "head_dim", "max_position_embeddings",
         )  # fmt: skip
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -216,6 +241,11 @@ class OVQConfig(PreTrainedConfig):
             raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
 
 
+# Those that layers may have each their own of: sizes of what a mixer remembers.
+LAYER_FIELDS = (
+    "dictionary", "window_size", "num_first_tokens", "dictionary_distance", "num_codes",
+    "block_size", "ssm_state_size",
+)  # fmt: skip
 OWN_FIELDS = frozenset(OVQConfig.__annotations__) - {"keys_to_ignore_at_inference"}
 
 
@@ -255,6 +285,27 @@ def _check_pattern(names: object) -> None:
         raise ValueError(f"layer_pattern must be a list of at least one mixer, got {names!r}")
     for name in names:
         check_mixer_name(name, "layer_pattern")
+
+
+def _check_layer_fields(fields: Any) -> None:
+    if not isinstance(fields, list | tuple) or not all(isinstance(f, Mapping) for f in fields):
+        raise ValueError(f"layer_fields must be a list of fields by name, got {fields!r}")
+    unknown = sorted({str(name) for f in fields for name in f} - set(LAYER_FIELDS))
+    if unknown:
+        raise ValueError(f"layer_fields must hold fields among {LAYER_FIELDS}, got {unknown[0]!r}")
+    for f in fields:
+        if not isinstance(f.get("dictionary", {}), Mapping):
+            raise ValueError(f"dictionary must hold fields by name, got {f['dictionary']!r}")
+
+
+def _check_sizes(config: OVQConfig) -> None:
+    """Raise unless what the mixers of a layer remember has sizes in their ranges."""
+    dictionary_config(config.dictionary)
+    _check_positive(config, "window_size", "num_codes", "block_size", "ssm_state_size")
+    for name in ("num_first_tokens", "dictionary_distance", "max_rotary_position"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
 
 
 def _is_finite(value: object) -> bool:

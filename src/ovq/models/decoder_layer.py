@@ -50,7 +50,8 @@ class OVQDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: OVQConfig, layer_idx: int):
         super().__init__()
-        self.mixer = build_mixer(config.mixer_names[layer_idx], config, layer_idx)
+        name = config.mixer_names[layer_idx]
+        self.mixer = build_mixer(name, config.for_layer(layer_idx), layer_idx)
         self.mlp = OVQSwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = OVQRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OVQRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,6 +1,7 @@
 """One causal language model for every mixer and every pattern of mixers, on transformers."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -14,8 +15,15 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from ovq.layers import Mixer, MixerState, OVQAttention, without_padding
+from ovq.layers import (
+    Mixer,
+    MixerState,
+    OVQAttention,
+    WindowedOVQAttention,
+    without_padding,
+)
 from ovq.layers.codebook import Codebook
+from ovq.layers.registry import WITH_DICTIONARY
 from ovq.layers.short_conv import ShortConvolution
 from ovq.models.cache import CACHE_FIELD, OVQCache, one_cache, real_tokens
 from ovq.models.configuration_ovq import OVQConfig, dictionary_config
@@ -160,16 +168,27 @@ class OVQModel(OVQPreTrainedModel):
         Raises:
             ValueError: a field that is unknown or out of its range, or a model without OVQ layers.
         """
-        dictionary = dictionary_config(self.config.dictionary | fields)
-        mixers = [m for m in self.modules() if isinstance(m, OVQAttention)]
+        mixers = {
+            index: layer.mixer
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer.mixer, OVQAttention | WindowedOVQAttention)
+        }
         if not mixers:
             raise ValueError(
-                f"layer_pattern must hold 'ovq' to have a dictionary, got "
-                f"{self.config.layer_pattern}"
+                f"layer_pattern must hold one of {sorted(WITH_DICTIONARY)} to have a dictionary, "
+                f"got {self.config.layer_pattern}"
             )
-        self.config.dictionary = asdict(dictionary)
-        for mixer in mixers:
-            mixer.set_dictionary(dictionary)
+        changed = copy(self.config)
+        changed.dictionary = asdict(dictionary_config(self.config.dictionary | fields))
+        changed.layer_fields = [
+            own | {"dictionary": own["dictionary"] | fields} if "dictionary" in own else own
+            for own in self.config.layer_fields
+        ]
+        dictionaries = {i: dictionary_config(changed.for_layer(i).dictionary) for i in mixers}
+        self.config.dictionary = changed.dictionary
+        self.config.layer_fields = changed.layer_fields
+        for index, mixer in mixers.items():
+            mixer.set_dictionary(dictionaries[index])
 
     def _embed(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None

@@ -6,14 +6,13 @@ dictionary that OVQ learns of keys without a position, read as if it were ``dist
 This project's own; :func:`ovq.ops.ovq_attention.ovq_attention` is the paper's operator.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from ovq.ops.first_tokens import FirstTokensState, attend_with_first_tokens
 from ovq.ops.ovq_attention import reference
 from ovq.ops.ovq_attention.chunk_grid import Chunk, ChunkGrid
 from ovq.ops.ovq_attention.chunked import (
@@ -32,28 +31,29 @@ from ovq.ops.rotary import rotate
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """Where tokens are read, in tokens before the query.
+    """Where tokens are read.
 
     Attributes:
         rope_theta: base of the rotary frequencies.
-        distance: of every slot of the dictionary.
-        max_distance: the first tokens are read where they are, but never further away.
+        distance: of every slot of the dictionary, in tokens before the query.
+        max_position: the last position from which the first tokens are read, say the last of those
+            that a model was trained on.
     """
 
     rope_theta: float
     distance: int
-    max_distance: int
+    max_position: int
 
     def __post_init__(self):
         if not 0.0 < self.rope_theta < float("inf"):
             raise ValueError(f"rope_theta must be above 0 and finite, got {self.rope_theta}")
-        for name in ("distance", "max_distance"):
+        for name in ("distance", "max_position"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowedOVQState:
+class WindowedOVQState(FirstTokensState):
     """What the operator remembers, an immutable value of constant size with one row a sequence.
 
     Attributes:
@@ -64,9 +64,6 @@ class WindowedOVQState:
         memory: dictionary, window and unfinished chunk of the tokens after them, before rotation.
     """
 
-    first_keys: Float[Tensor, "B S G K"]
-    first_values: Float[Tensor, "B S G V"]
-    num_first: Int[Tensor, " B"]
     memory: OVQState
 
     @classmethod
@@ -87,65 +84,8 @@ class WindowedOVQState:
             num_rows, num_kv_heads, key_dim, value_dim,
             dictionary=dictionary, dtype=dtype, device=device,
         )  # fmt: skip
-        shape = (num_rows, num_first_tokens, num_kv_heads)
-        like = memory.key_means
-        return cls(
-            first_keys=like.new_zeros(*shape, key_dim),
-            first_values=like.new_zeros(*shape, value_dim),
-            num_first=memory.num_active.clone(),
-            memory=memory,
-        )
-
-    @classmethod
-    def concat(cls, states: Sequence["WindowedOVQState"]) -> "WindowedOVQState":
-        """One state with the rows of several, in order.
-
-        Raises:
-            ValueError: no state given, or their configurations differ.
-        """
-        if len({state.first_keys.shape[1] for state in states}) > 1:
-            raise ValueError("states must share one number of first tokens")
-        memory = OVQState.concat([state.memory for state in states])
-        joined = {
-            name: torch.cat([getattr(state, name) for state in states]) for name in _FIRST_TENSORS
-        }
-        return cls(memory=memory, **joined)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of sequences."""
-        return self.memory.num_rows
-
-    @property
-    def num_tokens(self) -> Int[Tensor, " B"]:
-        """Tokens seen by each row, ``[B]`` int64."""
-        return self.num_first + self.memory.num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all the tensors: the same number from the first token on."""
-        first = (getattr(self, name) for name in _FIRST_TENSORS)
-        return self.memory.num_bytes + sum(t.numel() * t.element_size() for t in first)
-
-    def select_rows(self, rows: Int[Tensor, " R"]) -> "WindowedOVQState":
-        """The state with its rows picked, and repeated, by index, as beam search needs it."""
-        return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
-
-    def detach(self) -> "WindowedOVQState":
-        """The same numbers, cut from the autograd graph."""
-        return self.map(lambda tensor: tensor.detach())
-
-    def to(self, device: torch.device | str) -> "WindowedOVQState":
-        """The same state on another device."""
-        return self.map(lambda tensor: tensor.to(device))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "WindowedOVQState":
-        """The state with a function applied to each tensor."""
-        first = {name: function(getattr(self, name)) for name in _FIRST_TENSORS}
-        return replace(self, memory=self.memory.map(function), **first)
-
-
-_FIRST_TENSORS = tuple(field.name for field in fields(WindowedOVQState) if field.name != "memory")
+        sizes = (num_first_tokens, num_kv_heads, key_dim, value_dim)
+        return cls.around(memory, memory.key_means, sizes)
 
 
 def windowed_ovq_attention(
@@ -164,7 +104,7 @@ def windowed_ovq_attention(
 
     Chunks are counted from the token after the first ``S``. Token ``i`` of a chunk sees::
 
-        beta rot(q_i, min(i - j, max_distance)) . k_j    for the first tokens j <= i
+        beta rot(q_i, min(i, max_position) - j) . k_j    for the first tokens j <= i
         beta rot(q_i, i - j) . k_j                       for j <= i in window and chunk
         beta rot(q_i, distance) . D_k[m] + log c[m] + bias   for active slots m
 
@@ -191,7 +131,7 @@ def windowed_ovq_attention(
         >>> q = torch.randn(1, 50, 4, 8)
         >>> k = v = torch.randn(1, 50, 2, 8)
         >>> dictionary = DictionaryConfig(num_centroids=8, chunk_size=4, window_size=8)
-        >>> positions = Positions(rope_theta=10000.0, distance=20, max_distance=100)
+        >>> positions = Positions(rope_theta=10000.0, distance=20, max_position=100)
         >>> options = {"dictionary": dictionary, "num_first_tokens": 2, "positions": positions}
         >>> o, state = windowed_ovq_attention(q, k, v, 0.35, torch.zeros(4), **options)
         >>> tuple(o.shape), state.num_tokens.tolist()
@@ -206,81 +146,15 @@ def windowed_ovq_attention(
         )  # fmt: skip
     else:
         _check_state(state, sizes, dictionary, num_first_tokens)
-    num_new = (num_first_tokens - state.num_first).clamp_max(q.shape[1])  # first tokens, by row
-    kinds = num_new.unique().tolist()
-    if len(kinds) > 1:  # rows of unlike numbers of first tokens are run apart
-        apart = [(num_new == kind).nonzero().flatten() for kind in kinds]
-        parts = [
-            windowed_ovq_attention(
-                q[rows], k[rows], v[rows], beta, bias, state.select_rows(rows),
-                dictionary=dictionary, num_first_tokens=num_first_tokens, positions=positions,
-            )
-            for rows in apart
-        ]  # fmt: skip
-        order = torch.cat(apart).argsort()
-        o = torch.cat([part[0] for part in parts])[order]
-        return o, WindowedOVQState.concat([part[1] for part in parts]).select_rows(order)
-    return _attend(q, k, v, beta, bias, state, kinds[0] if kinds else 0, positions)
+    working = working_dtype(q.dtype)
 
+    def read_rest(q, k, v, memory):
+        return _read_rest(q, k.to(q.dtype), v.to(q.dtype), bias.to(working), memory, positions)
 
-def _attend(q, k, v, beta, bias, state, num_new, positions) -> tuple[Tensor, WindowedOVQState]:
-    """Attention of rows that all take ``num_new`` of these tokens among their first."""
-    dtype = working_dtype(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
-        q32, k32, v32 = q.to(dtype) * beta, k.to(dtype), v.to(dtype)
-        before = state.num_tokens
-        state = _with_first(state, k32[:, :num_new], v32[:, :num_new])
-        o_first, lse_first = _read_first(q32, before, state, positions)
-        o_rest, lse_rest, memory = _read_rest(
-            q32[:, num_new:], k32[:, num_new:], v32[:, num_new:], bias.to(dtype), state.memory,
-            positions,
-        )  # fmt: skip
-        lse_rest = F.pad(lse_rest, (0, 0, num_new, 0), value=-torch.inf)
-        o_rest = F.pad(o_rest, (0, 0, 0, 0, num_new, 0))
-        weight = (lse_rest - torch.logaddexp(lse_first, lse_rest)).exp()[..., None]
-        o = o_rest * weight + o_first * (1 - weight)
-    return o.to(q.dtype), replace(state, memory=memory)
-
-
-def _with_first(state: WindowedOVQState, keys: Tensor, values: Tensor) -> WindowedOVQState:
-    """The state with further first tokens, of rows that have equally many."""
-    if not keys.shape[1] or not len(keys):
-        return state
-    start, S = int(state.num_first[0]), state.first_keys.shape[1]
-
-    def joined(held: Tensor, new: Tensor) -> Tensor:
-        after = held[:, start + new.shape[1] : S]
-        return torch.cat([held[:, :start], new, after], dim=1)
-
-    return replace(
-        state,
-        first_keys=joined(state.first_keys, keys),
-        first_values=joined(state.first_values, values),
-        num_first=state.num_first + keys.shape[1],
-    )
-
-
-def _read_first(
-    q: Float[Tensor, "B T H K"],
-    before: Int[Tensor, " B"],
-    state: WindowedOVQState,
-    positions: Positions,
-) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B T H"]]:
-    """Attention to the first tokens alone; output and log-sum-exp."""
-    B, T, H = q.shape[:3]
-    S, G = state.first_keys.shape[1:3]
-    places = torch.arange(S, device=q.device)
-    own = before[:, None] + torch.arange(T, device=q.device)
-    distance = own[..., None] - places  # [B, T, S]
-    apart = distance.clamp(0, positions.max_distance)[:, :, :, None]
-    turned = rotate(q[:, :, None].expand(-1, -1, S, -1, -1), apart, positions.rope_theta)
-    turned = turned.unflatten(3, (G, -1))
-    logits = torch.einsum("btsgjk,bsgk->btgjs", turned, state.first_keys)
-    logits = logits.masked_fill(distance[:, :, None, None] < 0, -torch.inf)
-    if S == 0:
-        return q.new_zeros(B, T, H, state.first_values.shape[-1]), q.new_full((B, T, H), -torch.inf)
-    o = torch.einsum("btgjs,bsgv->btgjv", logits.softmax(-1), state.first_values)
-    return o.flatten(2, 3), logits.logsumexp(-1).flatten(2, 3)
+    return attend_with_first_tokens(
+        q, k, v, beta, state, read_rest,
+        rope_theta=positions.rope_theta, max_position=positions.max_position,
+    )  # fmt: skip
 
 
 def _read_rest(
@@ -347,10 +221,12 @@ def _read_chunk(
     over_dictionary = over_dictionary + counts.to(far.dtype).log()[:, :, None, None]
     over_dictionary = over_dictionary + bias.unflatten(0, (counts.shape[1], -1))[..., None, None]
     logits = torch.cat([over_dictionary, over_exact], dim=-1)
-    weights = logits.softmax(-1)
+    most = logits.amax(-1, keepdim=True)
+    weights = (logits - most).exp()  # once, for the output and for the sum
+    total = weights.sum(-1, keepdim=True)
     o = torch.einsum("rgjwn,rgnv->rgjwv", weights[..., :n], value_means)
     o = o + torch.einsum("rgjwe,rgev->rgjwv", weights[..., n:], values)
-    return o, logits.logsumexp(-1)
+    return o / total, (most + total.log())[..., 0]
 
 
 def windowed_ovq_by_tokens(
@@ -380,7 +256,7 @@ def windowed_ovq_by_tokens(
             head = reference.update(head, keys, values, slots, dictionary)
         first = range(min(S, i + 1))
         exact = range(max(S, start - W), i + 1)
-        apart = [min(i - j, positions.max_distance) for j in first] + [i - j for j in exact]
+        apart = [min(i, positions.max_position) - j for j in first] + [i - j for j in exact]
         kept = [*first, *exact]
         every = q[i][:, None].expand(-1, len(kept), -1)  # [J, s, K]
         turned = rotate(every, torch.tensor(apart), theta)

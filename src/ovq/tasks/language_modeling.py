@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ovq.tasks.base import Split, Task, check_at_least, check_progress, check_split
+from ovq.tasks.base import Split, TokenTask, check_at_least, check_progress, check_split
 from ovq.tasks.corpus import fingerprint, held_out_split, read_corpus
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NUM_BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelingTask(Task):
+class LanguageModelingTask(TokenTask):
     """Windows of a corpus, every token labelled. A reconstruction: the paper's texts are PG-19.
 
     One example, with ``context_length=12`` and bytes (shown as letters):
@@ -33,9 +33,8 @@ class LanguageModelingTask(Task):
 
     The last tenth of every text is for evaluation only, and a BPE is trained without it. The parts
     are joined, two line ends between texts, and a window starts anywhere in them with equal
-    probability, in training and in evaluation alike: a seeded :class:`ovq.tasks.base.TaskDataset`
-    is therefore a fixed evaluation set. The corpus is read and encoded on first use, once a
-    process.
+    probability, in training and in evaluation alike: a seeded :class:`TaskDataset` is therefore a
+    fixed evaluation set. The corpus is read and encoded on first use, once a process.
 
     Attributes:
         context_length: tokens of a window.

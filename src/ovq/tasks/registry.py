@@ -5,11 +5,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ovq.tasks.base import Task
+from ovq.tasks.forgetting import ForgettingTask
 from ovq.tasks.language_modeling import LanguageModelingTask
+from ovq.tasks.mqar import MQARTask
+from ovq.tasks.positional_recall import PositionalRecallTask
 from ovq.tasks.recall import RecallTask
+from ovq.tasks.regression import InContextRegressionTask
 
 TASKS: dict[str, type[Task]] = {
     "recall": RecallTask,
+    "positional_recall": PositionalRecallTask,
+    "forgetting": ForgettingTask,
+    "mqar": MQARTask,
+    "regression": InContextRegressionTask,
     "language_modeling": LanguageModelingTask,
 }
 

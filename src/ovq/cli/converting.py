@@ -1,0 +1,122 @@
+"""Commands around pretrained models: convert one, and measure perplexity on a long text."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ovq.cli.shared import (
+    Runs,
+    Threads,
+    app,
+    console,
+    one_line_errors,
+    print_table,
+    progress_bar,
+    read_text,
+    set_up,
+    whole_numbers,
+)
+
+
+@app.command()
+@one_line_errors
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A pretrained Llama-type model: a folder, a name, or a .gguf file.",
+        ),
+    ],
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="Mixers, the tokens they hold, and layers in a row: "
+            "sliding_window_sinks:256*15,windowed_ovq:2048."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The run folder.")],
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens a state has the bytes of, where the pattern is silent."),
+    ] = 1024,
+    first_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens at the start that stay exact for good.")
+    ] = 4,
+    slots: Annotated[
+        float, typer.Option(help="Share of a windowed OVQ layer's bytes for its dictionary.")
+    ] = 0.25,
+    distance: Annotated[
+        int, typer.Option(min=0, help="Tokens between a query and the dictionary, for its RoPE.")
+    ] = 2048,
+    distill: Annotated[
+        Path | None, typer.Option(help="A folder of .txt files to fit the dictionaries' biases on.")
+    ] = None,
+    distill_steps: Annotated[int, typer.Option(min=1, help="Steps of that.")] = 20,
+    distill_length: Annotated[int, typer.Option(min=2, help="Tokens of a step.")] = 4096,
+    threads: Threads = None,
+) -> None:
+    """Put other mixers in the place of a pretrained model's attention, and keep its weights."""
+    from ovq.runs import check_output_folder
+
+    check_output_folder(output)
+    set_up(threads)
+    from ovq.conversion import Conversion, convert_to_run
+
+    plan = Conversion(
+        pattern=pattern, tokens=tokens, num_first_tokens=first_tokens, share_of_slots=slots,
+        distance=distance, texts=None if distill is None else str(distill),
+        distill_steps=0 if distill is None else distill_steps, distill_length=distill_length,
+    )  # fmt: skip
+    with progress_bar("distilling", "divergence {task.fields[last]}") as update:
+
+        def progress(done: int, total: int, divergence: float) -> None:
+            update(done, total, last=f"{divergence:.5f} nats")
+
+        run = convert_to_run(source, plan, output, progress)
+    layers = Counter(plan.layers)
+    told = (f"{n} {x.name}" + (f" of {x.tokens:,}" if x.tokens else "") for x, n in layers.items())
+    console.print(
+        f"{output}: {run['num_parameters']:,} parameters of {source}, in layers {', '.join(told)}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+@app.command()
+@one_line_errors
+def perplexity(
+    runs: Runs,
+    file: Annotated[Path, typer.Option(help="A file with the text.")],
+    lengths: Annotated[
+        str, typer.Option(help="Tokens from the start of the text, such as 2048,8192.")
+    ] = "2048,8192",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A JSON file for what was measured.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Perplexity of a long text, read once from its start; goes on if interrupted."""
+    from ovq.runs import check_output_file, distinct_folders, read_run, write_text
+
+    if output is not None:
+        check_output_file(output)
+    set_up(threads)
+    from ovq.loading import load_text_model
+    from ovq.perplexity import keep, markdown, measure, read_record, table
+
+    numbers, text = whole_numbers("lengths", lengths), read_text("file", file)
+    record = read_record(output, file.name, text, numbers)
+    for folder in distinct_folders(runs):
+        weights = read_run(folder).get("weights")
+        if record["models"].get(str(folder), {}).get("weights") == weights:
+            console.print(f"{folder}: measured before", markup=False, soft_wrap=True)
+            continue
+        model, codec = load_text_model(folder)
+        with progress_bar(str(folder)) as update:
+            measured = measure(model, codec.encode(text[: 16 * numbers[-1]]), numbers, update)
+        keep(output, record, str(folder), {"weights": weights} | measured)
+    print_table(*table(record))
+    if output is not None:
+        write_text(output.with_suffix(".md"), markdown(record))

@@ -1,0 +1,88 @@
+"""What runs take on two cores, from measured times of a step: estimates, for plans and progress.
+
+They are meant for models of hidden size 64, as at demo scale; at others only their ratios count.
+"""
+
+from collections.abc import Iterable
+
+from ovq.models import OVQConfig
+from ovq.points import Point, num_centroids_of
+from ovq.run_config import RunConfig, model_config
+from ovq.tasks import Task, TokenTask
+from ovq.tasks.pairs import PairTask
+
+# Microseconds a token of one layer, mixer and feed-forward block: forward and backward, and
+# forward alone, the latter taken as a third. At 128 tokens and 32 sequences; measured on one busy
+# thread beside a step of `make demo`, and scaled to what that takes on two idle ones.
+TRAINING = {
+    "full_attention": 5.4,
+    "full_attention_nope": 5.4,
+    "sliding_window": 5.4,
+    "ovq": 5.8,
+    "vq": 40.0,
+    "linear_attention": 10.0,
+    "gated_delta_net": 21.0,
+    "mamba2": 20.0,
+    "mesa_net": 160.0,
+}
+FORWARD = 1 / 3
+# Microseconds for each pair of a token and one that it attends to, or a slot, by head.
+PAIR = 0.0055
+LOGIT = 0.012  # microseconds for each number of the output layer
+STEP = 0.010  # seconds of a step, whatever its size
+EXAMPLE = 0.0003  # seconds to draw a sequence
+RUN = 5.0  # seconds to begin and end a run
+POINT = 0.3  # seconds of a point, beside its sequences
+
+
+def training_minutes(config: RunConfig) -> float:
+    """Of one run."""
+    training, task = config.training, config.task
+    shape = model_config(task, config.model)
+    a_sequence = _sequence_seconds(shape, task, backward=True) + EXAMPLE
+    return (RUN + training.num_steps * (STEP + training.batch_size * a_sequence)) / 60
+
+
+def evaluation_minutes(config: RunConfig, points: Iterable[Point]) -> float:
+    """Of all points of one run, and of its validation."""
+    shape, seconds = model_config(config.task, config.model), RUN
+    for point in points:
+        task = point.task_of(config.task)
+        a_sequence = _sequence_seconds(shape, task, backward=False, setting=point.setting)
+        seconds += POINT + point.num_sequences * (a_sequence + EXAMPLE)
+    return seconds / 60
+
+
+def _sequence_seconds(
+    shape: OVQConfig, task: Task, *, backward: bool, setting: str | None = None
+) -> float:
+    T = task.sequence_length
+    slots = shape.dictionary["num_centroids"]
+    if setting is not None:
+        slots = num_centroids_of(setting, shape, task)
+    layers = sum(
+        T * (TRAINING[mixer] + PAIR * _attended(shape, mixer, T, slots))
+        for mixer in shape.mixer_names
+    )
+    return 1e-6 * (1.0 if backward else FORWARD) * (layers + LOGIT * _num_logits(task))
+
+
+def _attended(shape: OVQConfig, mixer: str, num_tokens: int, slots: int) -> float:
+    """Keys, slots or codes that a token meets on the average, over all heads."""
+    each = {
+        "full_attention": num_tokens / 2,
+        "full_attention_nope": num_tokens / 2,
+        "ovq": slots,
+        "vq": shape.num_codes,
+    }
+    return float(shape.num_attention_heads * each.get(mixer, 0))
+
+
+def _num_logits(task: Task) -> int:
+    """Of a sequence, at those positions that some sequence of a batch is asked at."""
+    if not isinstance(task, TokenTask):
+        return 0
+    if isinstance(task, PairTask):
+        return task.num_queries * task.vocab_size
+    pairs = getattr(task, "num_pairs", 0)
+    return (task.context_length // 2 - pairs) * task.vocab_size

@@ -1,0 +1,199 @@
+"""Run an experiment: every run an ordinary run folder, gone on with wherever it was stopped."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ovq.evaluate import evaluate_points, unmeasured, validate
+from ovq.experiments.plan import Entry, Experiment, Trial
+from ovq.experiments.record import (
+    chosen_rate,
+    known_failures,
+    read_trial,
+    write_record,
+)
+from ovq.runs import check_output_folder
+from ovq.train import LOCK_FILE, processes, train
+
+# What a run may fail of while the others go on; anything else is a fault of this program.
+FAILURES = (ValueError, RuntimeError, OSError, ArithmeticError, MemoryError)
+
+# Minutes done, minutes in all, both as estimated, and what is being done.
+Progress = Callable[[float, float, str], None]
+# The folder of a run that is done or has failed, and what came of it.
+Finished = Callable[[Path, str], None]
+
+
+def run_experiment(
+    experiment: Experiment,
+    output: Path,
+    *,
+    progress: Progress | None = None,
+    finished: Finished | None = None,
+) -> dict[str, Any]:
+    """Train and measure whatever of an experiment is not there yet.
+
+    All entries are run on the first seed, with every learning rate, and measured with the best;
+    then on the second seed, and so on: what is interrupted has all entries, of fewer seeds. A run
+    that fails is noted and the others go on; the next call tries it again. Ctrl-C ends the step at
+    hand. Under ``torchrun`` every process makes this call; they train together, and the first
+    measures.
+
+    Args:
+        experiment: the plan.
+        output: folder of all experiments; runs lie in ``SUITE/ENTRY-lrRATE-seedSEED`` there, and
+            the record, ``experiment.json``, in ``SUITE``.
+        progress: called after every step and every measurement.
+        finished: called after every run.
+
+    Returns:
+        The record, with ``interrupted`` true if it was.
+
+    Raises:
+        ValueError: an output that cannot be written, that another process is writing, or that holds
+            experiments of another scale.
+    """
+    check_output_folder(output)
+    known_failures(experiment, output)  # of another scale, or damaged
+    folder = output / experiment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    first = processes().is_main_process
+    try:
+        with FileLock(folder / LOCK_FILE).acquire(timeout=0) if first else nullcontext():
+            return _Runner(experiment, output, progress, finished).run()
+    except Timeout:
+        raise ValueError(
+            f"--output must be a folder that no experiment is running in, got {folder}"
+        ) from None
+
+
+class _Runner:
+    """An experiment under way."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        output: Path,
+        progress: Progress | None,
+        finished: Finished | None,
+    ):
+        self.experiment, self.output = experiment, output
+        self.progress = progress or (lambda done, total, what: None)
+        self.finished = finished or (lambda folder, line: None)
+        self.command = " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None
+        self.failures: dict[str, str] = {}
+        self.is_first = processes().is_main_process
+        self.done = 0.0
+        self.total = sum(map(self._minutes_left, experiment.entries))
+
+    def run(self) -> dict[str, Any]:
+        """Everything that is missing; the record."""
+        self._record()
+        processes().wait_for_everyone()
+        try:
+            for seed in self.experiment.seeds:
+                for entry in self.experiment.entries:
+                    if seed == self.experiment.seeds[0]:
+                        for trial in self.experiment.candidates(entry):
+                            self._try(trial, self._train)
+                    rate = chosen_rate(self.experiment, entry, self.output, self.failures)
+                    if rate is not None:
+                        trial = Trial(entry=entry, learning_rate=rate, seed=seed)
+                        self._try(trial, self._train_and_measure)
+        except KeyboardInterrupt:
+            return self._record() | {"interrupted": True}
+        return self._record() | {"interrupted": False}
+
+    def _try(self, trial: Trial, act: Callable[[Trial], str | None]) -> None:
+        """Do something with a trial, and note why it failed if it does."""
+        if str(trial.folder) in self.failures:
+            return
+        try:
+            line = act(trial)
+        except FAILURES as error:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            self.failures[str(trial.folder)] = line
+            line = f"failed: {line}"
+        if line is not None and self.is_first:
+            self._record()
+            self.finished(self.output / trial.folder, line)
+        processes().wait_for_everyone()
+        if not self.is_first:  # which measures nothing, and so cannot know what failed there
+            self.failures |= known_failures(self.experiment, self.output)
+
+    def _record(self) -> dict[str, Any]:
+        if not self.is_first:
+            return {}
+        return write_record(self.experiment, self.output, self.failures, self.command)
+
+    def _train(self, trial: Trial) -> str | None:
+        """Train a run and measure its loss on validation data; what came of it, if it is new."""
+        folder, before, minutes = self.output / trial.folder, self.done, self._training_left(trial)
+        run = read_trial(self.output, trial)
+        if run is not None and run["status"] == "done" and "validation" in run:
+            return None
+        first_step: list[int] = []
+
+        def progress(step: int, steps: int, loss: float, rate: float) -> None:
+            first_step[:] = first_step or [step - 1]
+            share = (step - first_step[0]) / max(1, steps - first_step[0])
+            self.done = before + share * minutes
+            self.progress(
+                self.done, self.total, f"{trial.folder} step {step} of {steps}, loss {loss:.3f}"
+            )
+
+        run = train(trial.config, folder, progress)
+        if run["status"] == "interrupted":
+            raise KeyboardInterrupt
+        self.done = before + minutes
+        if not self.is_first:
+            return None
+        loss = validate(folder)["loss"]
+        return f"trained, validation loss {'nan' if loss is None else f'{loss:.3f}'}"
+
+    def _train_and_measure(self, trial: Trial) -> str | None:
+        """The same, and measure its points."""
+        line = self._train(trial)
+        run = read_trial(self.output, trial)
+        if not self.is_first or run is None or not unmeasured(run, trial.entry.points):
+            return line
+        before, minutes = self.done, self._measuring_left(trial)
+
+        def progress(done: int, total: int, last: dict[str, Any]) -> None:
+            self.done = before + minutes * done / total
+            what = f"{trial.folder} measured {done} of {total}, T={last['length']:,}"
+            self.progress(self.done, self.total, what)
+
+        evaluate_points(self.output / trial.folder, trial.entry.points, progress=progress)
+        return "trained and measured" if line else "measured"
+
+    def _minutes_left(self, entry: Entry) -> float:
+        """Of all runs of an entry."""
+        rate = chosen_rate(self.experiment, entry, self.output, {})
+        left = sum(map(self._training_left, self.experiment.candidates(entry)))
+        for number, seed in enumerate(self.experiment.seeds):
+            if rate is None:
+                left += entry.evaluation_minutes + (number > 0) * entry.training_minutes
+            else:
+                trial = Trial(entry=entry, learning_rate=rate, seed=seed)
+                left += self._measuring_left(trial)
+                left += (number > 0) * self._training_left(trial)
+        return left
+
+    def _training_left(self, trial: Trial) -> float:
+        """Minutes, as estimated."""
+        run = read_trial(self.output, trial)
+        if run is None:
+            return trial.entry.training_minutes
+        steps = run.get("training", {}).get("steps", 0)
+        left = 1.0 - steps / trial.config.training.num_steps
+        return 0.0 if run["status"] == "done" else left * trial.entry.training_minutes
+
+    def _measuring_left(self, trial: Trial) -> float:
+        run, entry = read_trial(self.output, trial), trial.entry
+        left = entry.points if run is None else unmeasured(run, entry.points)
+        return entry.evaluation_minutes * len(left) / max(1, len(entry.points))

@@ -1,0 +1,64 @@
+"""MQAR with zoology's settings, to compare with published numbers by bytes of state."""
+
+from ovq.experiments.plan import Experiment
+from ovq.experiments.scales import Scale
+from ovq.experiments.variants import Sizes, all_variants, make_entries
+from ovq.points import Point
+from ovq.tasks import MQARTask
+
+NAME = "mqar"
+STEPS = {"demo": 2000, "quick": 300, "paper": 20_000}
+# Context and pairs at which published models are tested; the third was trained.
+SETTINGS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128))
+MOST_PAIRS = 4096  # half the vocabulary are keys
+MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "mamba2")
+
+
+def sizes(scale: Scale) -> Sizes:
+    """What is trained; without a curriculum, as published."""
+    if scale.name == "paper":
+        return Sizes(
+            task=MQARTask(context_length=16_384, tokens_per_pair=16, initial_pairs=32),
+            num_layers=10,
+            num_steps=STEPS[scale.name],
+            batch_size=32,
+            accumulation_steps=4,
+            window_size=128,
+            num_centroids=4096,
+        )
+    return Sizes(
+        task=MQARTask(context_length=64, fixed_pairs=16),
+        num_layers=2,
+        num_steps=STEPS[scale.name],
+        batch_size=32,
+        window_size=8,
+        num_centroids=32,
+    )
+
+
+def mqar(scale: Scale) -> Experiment:
+    """Multi-query associative recall, by bytes of state."""
+    trained = sizes(scale)
+    variants = all_variants(trained)
+    longer = trained.task.context_length // 64
+    points = [
+        Point(
+            length=longer * context,
+            setting=setting,
+            num_sequences=max(2, 2 * scale.num_answers // (longer * pairs)),
+            changes={"fixed_pairs": longer * pairs},
+        )
+        for context, pairs in SETTINGS
+        if longer * context <= scale.longest and longer * pairs < MOST_PAIRS
+        for setting in ("T/4", "T/2")
+    ]
+    return Experiment(
+        name=NAME,
+        scale=scale.name,
+        question="How do published numbers of other mixers compare, at equal bytes of state?",
+        entries=make_entries(
+            NAME, scale, trained, {name: variants[name] for name in MIXERS}, points
+        ),
+        learning_rates=scale.learning_rates,
+        seeds=scale.seeds,
+    )

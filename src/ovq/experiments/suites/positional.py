@@ -1,0 +1,79 @@
+"""Positional recall: keys that come several times, asked for one by one."""
+
+from itertools import chain
+
+from ovq.experiments.plan import Experiment
+from ovq.experiments.scales import Scale
+from ovq.experiments.suites.pairs import density_points, longer
+from ovq.experiments.suites.recall import DENSE, THIN
+from ovq.experiments.variants import Sizes, all_variants, make_entries
+from ovq.tasks import PositionalRecallTask
+
+NAME = "positional"
+STEPS = {"demo": 1600, "quick": 300, "paper": 20_000}
+# One of each kind that two cores have time for: the suite has twice the layers of recall.
+MIXERS = (
+    "full_attention_nope", "ovq", "ovq_paper", "linear_attention", "gated_delta_net",
+)  # fmt: skip
+
+
+def sizes(scale: Scale) -> Sizes:
+    """What is trained: four layers, since a pair must be told from earlier ones of its key."""
+    if scale.name == "paper":
+        return Sizes(
+            task=PositionalRecallTask(
+                context_length=16_384,
+                tokens_per_pair=DENSE,
+                num_queries=256,
+                num_keys=8192,
+                num_values=64,
+                num_filler=64,
+                initial_tokens_per_pair=2,
+                curriculum_fraction=0.7,
+            ),
+            num_layers=10,
+            num_steps=STEPS[scale.name],
+            batch_size=32,
+            accumulation_steps=4,
+            window_size=128,
+            num_centroids=4096,
+        )
+    return Sizes(
+        task=PositionalRecallTask(
+            context_length=128,
+            tokens_per_pair=DENSE,
+            num_queries=16,
+            num_keys=1024,
+            num_values=16,
+            num_filler=16,
+            max_occurrences=4,
+            initial_tokens_per_pair=2,
+            curriculum_fraction=0.7,
+        ),
+        num_layers=4,
+        num_steps=STEPS[scale.name],
+        batch_size=32,
+        window_size=16,
+        num_centroids=64,
+    )
+
+
+def positional(scale: Scale) -> Experiment:
+    """Recall of the n-th value of a key against length, by ordinal."""
+    trained = sizes(scale)
+    start, most = trained.task.context_length, DENSE * 1024
+    variants = all_variants(trained)
+    points = chain(
+        density_points(scale, longer(start, scale), THIN, ("10%", "25%")),
+        density_points(scale, longer(start, scale, longest=most), DENSE),
+    )
+    return Experiment(
+        name=NAME,
+        scale=scale.name,
+        question="Can the n-th value of a key be recalled, or only one of its values?",
+        entries=make_entries(
+            NAME, scale, trained, {name: variants[name] for name in MIXERS}, points
+        ),
+        learning_rates=scale.learning_rates,
+        seeds=scale.seeds,
+    )

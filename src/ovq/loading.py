@@ -1,0 +1,140 @@
+"""A finished run as a model in memory, whole and as it was written, and what reads its texts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+try:
+    from safetensors import SafetensorError
+    from transformers import AutoTokenizer
+except ImportError as error:
+    raise ImportError(
+        f"ovq.loading needs {error.name or error}: pip install 'ovq[models]'"
+    ) from error
+
+from ovq.models import OVQForCausalLM, OVQForRegression
+from ovq.run_config import RunConfig, model_class
+from ovq.runs import MODEL_FOLDER, check_data, check_weights, read_run
+from ovq.tasks import Task, token_task
+
+
+@runtime_checkable
+@runtime_checkable
+class Codec(Protocol):
+    """What turns text into token ids and back: a task, or the tokenizer of a pretrained model."""
+
+    def encode(self, text: str) -> Int64[Tensor, " T"]:
+        """The token ids of a text."""
+        ...
+
+    def decode(self, ids: Int64[Tensor, " T"] | Sequence[int]) -> str:
+        """The text of token ids."""
+        ...
+
+
+class TokenizerCodec:
+    """A tokenizer of transformers, with no marks of its own before or after a text."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> "TokenizerCodec":
+        """The tokenizer in a model's folder.
+
+        Raises:
+            ValueError: none there.
+        """
+        try:
+            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        except (OSError, ValueError) as error:
+            line = str(error).splitlines()[0]
+            raise ValueError(f"RUN must hold a tokenizer, got {folder}: {line}") from None
+
+    def encode(self, text: str) -> Int64[Tensor, " T"]:
+        """The ids ``[T]`` of a text."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def decode(self, ids: Int64[Tensor, " T"] | Sequence[int]) -> str:
+        """The text of ids ``[T]``."""
+        return self.tokenizer.decode(torch.as_tensor(ids).tolist())
+
+
+def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM | OVQForRegression]:
+    """The configuration and the model of a run that was trained on a task, ready to evaluate.
+
+    Raises:
+        ValueError: no run, one that is not done, one whose model is damaged or another's, one that
+            was trained on a text that has changed since, or one without a task.
+    """
+    run = read_run(folder)
+    if "task" not in run["config"]:
+        raise ValueError(f"RUN must have been trained by `ovq train`, got the converted {folder}")
+    config = RunConfig.from_dict(run["config"])
+    model = _load_model(folder, run, config.model, model_class(config.task))
+    _check_text(run, config.task)
+    return config, model
+
+
+def load_text_model(folder: Path) -> tuple[OVQForCausalLM, Codec]:
+    """The model of a run, trained or converted, and what reads its texts.
+
+    Raises:
+        ValueError: as :func:`load_run`, but for the task.
+    """
+    run = read_run(folder)
+    if "task" in run["config"]:
+        config, model = load_run(folder)
+        if not isinstance(model, OVQForCausalLM):
+            raise ValueError(f"RUN must be of a model of tokens, got {folder} of one of numbers")
+        return model, token_task(config.task)
+    model = _load_model(folder, run, run["config"].get("model", {}))
+    return model, TokenizerCodec.load(folder / MODEL_FOLDER)
+
+
+def _load_model(
+    folder: Path, run: dict[str, Any], fields: dict[str, Any], cls: Any = OVQForCausalLM
+) -> Any:
+    """The model, once it is sure that it is the run's."""
+    if run["status"] != "done":
+        raise ValueError(f"RUN must be done, got {folder} with status {run['status']!r}")
+    try:
+        loaded = cls.from_pretrained(
+            folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(
+            f"RUN must hold a whole model, got {folder / MODEL_FOLDER}: {line}"
+        ) from None
+    model, found = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found.get(kind):
+            raise ValueError(
+                f"RUN must hold a whole model, got {folder / MODEL_FOLDER} with "
+                f"{kind.replace('_', ' ')} {sorted(map(str, found[kind]))[:3]}"
+            )
+    for name, value in fields.items():
+        held = getattr(model.config, name, None)
+        part = isinstance(value, dict) and isinstance(held, dict) and value.items() <= held.items()
+        same = part or value == held
+        if not same:
+            raise ValueError(
+                f"RUN must hold the model of its own configuration, got {folder} with {name} = "
+                f"{held!r}, not {value!r}"
+            )
+    check_weights(folder, run)
+    return model.eval()
+
+
+def _check_text(run: dict[str, Any], task: Task) -> None:
+    try:
+        found = task.fingerprint()
+    except (ValueError, ImportError):
+        return  # a prompt may do without it; what does not says so
+    check_data(run, found)

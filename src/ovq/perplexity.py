@@ -1,0 +1,166 @@
+"""Perplexity of a long text at several lengths, each model in one pass and bounded memory."""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ovq.models.cache import CACHE_FIELD
+from ovq.run_config import environment
+from ovq.runs import write_text
+
+FORMAT, VERSION = "ovq-perplexity", 1
+PIECE = 2048  # tokens of one call of the model
+BLOCK = 256  # tokens whose mean loss is kept, for the spread of a difference
+
+# Called with tokens read and those in all.
+Progress = Callable[[int, int], None]
+
+
+@torch.no_grad()
+def token_losses(
+    model: Any, ids: Int[Tensor, " T"], progress: Progress | None = None
+) -> Float[Tensor, " L"]:
+    """The negative log-likelihood in nats of every token but the first, ``L = T - 1``."""
+    found, cache = [], None
+    for start in range(0, len(ids) - 1, PIECE):
+        inputs = ids[start : start + PIECE].to(model.device)
+        output = model(input_ids=inputs[None], use_cache=True, **{CACHE_FIELD: cache})
+        cache = getattr(output, CACHE_FIELD)
+        targets = ids[start + 1 : start + 1 + PIECE].to(model.device)
+        logits = output.logits[0, : len(targets)].float()
+        found.append(cross_entropy(logits, targets, reduction="none").cpu())
+        if progress is not None:
+            progress(start + len(inputs), len(ids))
+    return torch.cat(found)
+
+
+def measure(
+    model: Any,
+    ids: Int[Tensor, " T"],
+    lengths: Sequence[int],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """What is known of a model on a text.
+
+    Args:
+        model: of ours, in evaluation mode.
+        ids: tokens of the text, as many as the longest length.
+        lengths: tokens from the start of the text, rising.
+        progress: called after every piece.
+
+    Returns:
+        By length, as text: ``nll``, the mean loss of all tokens but the first in nats, and
+        ``state_bytes`` after them; ``nll_of_blocks``, the means of :data:`BLOCK` tokens each; the
+        ``layers``; and ``seconds``.
+
+    Raises:
+        ValueError: lengths that are not rising from 2 on, or fewer tokens than the longest.
+    """
+    if not lengths or lengths[0] < 2 or sorted(set(lengths)) != list(lengths):
+        raise ValueError(f"lengths must rise from 2 or more, got {list(lengths)}")
+    if len(ids) < lengths[-1]:
+        raise ValueError(f"text must have at least {lengths[-1]:,} tokens, got {len(ids):,}")
+    begun = time.perf_counter()
+    losses = token_losses(model, ids[: lengths[-1]], progress).double()
+    blocks = [block.mean().item() for block in losses.split(BLOCK)]
+    return {
+        "nll": {str(length): losses[: length - 1].mean().item() for length in lengths},
+        "state_bytes": {str(length): model.state_size(length) for length in lengths},
+        "nll_of_blocks": [round(value, 6) for value in blocks],
+        "layers": model.config.mixer_names,
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+
+
+def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int]) -> dict[str, Any]:
+    """What a file holds so far of a text at these lengths; a new record if there is none.
+
+    Args:
+        path: of the file; ``None`` for a record that is not kept.
+        name: of the text.
+        text: all of it.
+        lengths: tokens from its start.
+
+    Raises:
+        ValueError: another file, or one of another text or other lengths.
+    """
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    about = {"text": name, "sha256": sha256, "lengths": list(lengths)}
+    if path is None or not path.exists():
+        command = " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None
+        new = {"format": FORMAT, "version": VERSION, "command": command}
+        return {**new, **about, **environment(), "models": {}}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--output must be a whole JSON file, got {path}: {error}") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"--output must be a new file or one of format {FORMAT!r}, got {path}")
+    if record.get("version") != VERSION or not isinstance(record.get("models"), dict):
+        raise ValueError(f"--output must be of version {VERSION}, got {path}; update ovq")
+    for part, value in about.items():
+        if record.get(part) != value:
+            raise ValueError(
+                f"--output must be of the same text and lengths, got {path} with {part} "
+                f"{record.get(part)!r}, not {value!r}"
+            )
+    return record
+
+
+def keep(path: Path | None, record: dict[str, Any], name: str, measured: dict[str, Any]) -> None:
+    """Add what was measured of a model, and write the file if there is one."""
+    record["models"][name] = measured
+    if path is not None:
+        write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows: perplexity at each length, and how far each model is from the first.
+
+    The distance is in thousandths of a nat a token at the longest length, with the standard error
+    over blocks.
+    """
+    lengths = [str(length) for length in record["lengths"]]
+    columns = (
+        "model", *(f"state at {int(t):,}" for t in lengths),
+        *(f"perplexity at {int(t):,}" for t in lengths),
+        *(f"1000 nats above the first, to {int(t):,}" for t in lengths),
+    )  # fmt: skip
+    rows, first = [], None
+    for name, model in record["models"].items():
+        first = first or model
+        rows.append((
+            name, *(f"{model['state_bytes'][t]:,}" for t in lengths),
+            *(f"{math.exp(model['nll'][t]):.2f}" for t in lengths),
+            *(_above(model, first, int(t)) for t in lengths),
+        ))  # fmt: skip
+    return columns, rows
+
+
+def _above(model: dict[str, Any], first: dict[str, Any], length: int) -> str:
+    """The mean difference in thousandths of a nat, and its standard error over whole blocks."""
+    number = (length - 1) // BLOCK
+    if model is first or number < 2:
+        return "-"
+    pairs = zip(model["nll_of_blocks"], first["nll_of_blocks"], strict=True)
+    differences = torch.tensor([a - b for a, b in pairs], dtype=torch.float64)[:number]
+    error = differences.std() / number**0.5
+    mean = model["nll"][str(length)] - first["nll"][str(length)]
+    return f"{1e3 * mean:.1f} ± {1e3 * error.item():.1f}"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The table in Markdown."""
+    columns, rows = table(record)
+    lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

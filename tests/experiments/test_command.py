@@ -1,0 +1,75 @@
+"""``ovq experiment``: lists what is planned, runs it, and says how to go on."""
+
+import os
+import signal
+
+import pytest
+
+import ovq.experiments
+import ovq.experiments.run
+
+from ..test_cli import bad_input, invoke
+from .toys import toy_experiment
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """The command runs a toy in place of the suites."""
+
+    def make(suite, scale="demo", *, quick=False):
+        return [toy_experiment()]
+
+    monkeypatch.setattr(ovq.experiments, "make_experiments", make)
+
+
+def test_the_list_shows_entries_minutes_and_status_and_runs_nothing(tmp_path):
+    output = tmp_path / "nothing"
+    result = invoke("experiment", "all", "--quick", "--list", "-o", output)
+    assert result.exit_code == 0, result.output
+    for name in ovq.experiments.EXPERIMENTS:
+        assert f"{name}: " in result.stdout
+    assert "minutes on two cores" in result.stdout
+    assert not output.exists()
+
+
+def test_a_suite_runs_and_the_list_says_so(toys, tmp_path):
+    result = invoke("experiment", "recall", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "ovq-lr0.01-seed0: trained, validation loss" in result.stdout
+    assert "toy: 6 done" in result.stdout
+    listed = invoke("experiment", "recall", "--list", "-o", tmp_path).stdout
+    (line,) = (line for line in listed.splitlines() if line.startswith("toy: ovq"))
+    assert line.split()[3] == "3"
+    assert line.split()[-4:] == ["3", "0", "0", "0"]
+
+
+def test_an_interrupt_says_how_to_go_on(toys, tmp_path, monkeypatch):
+    train = ovq.experiments.run.train
+
+    def interrupted(config, folder, progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        return train(config, folder, progress)
+
+    monkeypatch.setattr(ovq.experiments.run, "train", interrupted)
+    result = invoke("experiment", "recall", "-o", tmp_path)
+    assert result.exit_code == 130, result.output
+    assert "interrupted: the same command goes on" in result.stdout
+
+
+def test_failed_runs_are_said_and_the_exit_code_is_not_0(toys, tmp_path, monkeypatch):
+    def failing(config, folder, progress):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ovq.experiments.run, "train", failing)
+    result = invoke("experiment", "recall", "-o", tmp_path)
+    assert result.exit_code == 1
+    assert "failed: RuntimeError: out of memory" in result.stdout
+
+
+def test_bad_input_is_one_line(toys, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("precious")
+    assert "--output must be a folder" in bad_input("experiment", "recall", "-o", file)
+    monkeypatch.undo()
+    assert "SUITE must be one of recall" in bad_input("experiment", "nonsense", "--list")
+    assert "--scale must be one of" in bad_input("experiment", "recall", "--scale", "x")
