@@ -112,6 +112,8 @@ def test_state_bytes_are_those_really_held(name):
 def test_operations_at_a_length_are_those_counted_there(name):
     """Of a few tokens, of whole blocks, and with tokens left over."""
     config, lengths = equal_models([name], FIELDS)[name], (7, 320, 397)
+    if name == "windowed_ovq":  # counted at the length itself, in chunks of 4
+        lengths = (7, 45)
     expected = {}
     for length in lengths:
         expected[length] = counted_flops(make_model(config, 0).train(), length)

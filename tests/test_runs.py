@@ -45,7 +45,7 @@ def test_distinct_folders_keep_their_order(tmp_path, monkeypatch):
     [
         ("train.py", "filelock"),
         ("train.py", "transformers"),
-        ("evaluate.py", "safetensors"),
+        ("loading.py", "safetensors"),
         ("models/__init__.py", "transformers"),
         ("tasks/tokenization.py", "tokenizers"),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,13 @@ def test_the_command_goes_on_with_what_is_there(runs, tmp_path):
     record = json.loads(output.read_text())
     assert [name.rsplit("/")[-1] for name in record["models"]] == [PATTERNS[0], PATTERNS[2]]
     assert output.with_suffix(".md").read_text() == markdown(record)
+    other = tmp_path / "run"  # the same weights in another pattern are another model
+    shutil.copytree(runs / PATTERNS[0], other)
+    assert "measured before" not in invoke("perplexity", other, *options).stdout
+    shutil.rmtree(other)
+    shutil.copytree(runs / PATTERNS[1], other)
+    assert "measured before" not in invoke("perplexity", other, *options).stdout
+    assert "measured before" in invoke("perplexity", other, *options).stdout
     text.write_text("another text " * 100)
     assert "of the same text and lengths" in bad_input("perplexity", runs / PATTERNS[0], *options)
     output.write_text("{}")
@@ -98,6 +107,14 @@ def test_a_record_is_kept_model_by_model(tmp_path):
     path.write_text(path.read_text()[:-20])
     with pytest.raises(ValueError, match="--output must be a whole JSON file"):
         read_record(path, "a book", "text", [10])
+
+
+def test_the_table_of_the_results_is_the_records():
+    folder = Path(__file__).parents[2] / "results/convert"
+    record = json.loads((folder / "moby_dick.json").read_text(encoding="utf-8"))
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert len(record["models"]) == 5
+    assert f"<!-- from moby_dick.json -->\n{markdown(record)}<!-- end -->" in page
 
 
 def test_convert_from_the_command_line(source_folder, tmp_path):

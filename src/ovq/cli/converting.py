@@ -109,14 +109,15 @@ def perplexity(
     numbers, text = whole_numbers("lengths", lengths), read_text("file", file)
     record = read_record(output, file.name, text, numbers)
     for folder in distinct_folders(runs):
-        weights = read_run(folder).get("weights")
-        if record["models"].get(str(folder), {}).get("weights") == weights:
+        run = read_run(folder)
+        about = {"weights": run.get("weights"), "model": run["config"].get("model")}
+        if about.items() <= record["models"].get(str(folder), {}).items():
             console.print(f"{folder}: measured before", markup=False, soft_wrap=True)
             continue
         model, codec = load_text_model(folder)
         with progress_bar(str(folder)) as update:
             measured = measure(model, codec.encode(text[: 16 * numbers[-1]]), numbers, update)
-        keep(output, record, str(folder), {"weights": weights} | measured)
+        keep(output, record, str(folder), about | measured)
     print_table(*table(record))
     if output is not None:
         write_text(output.with_suffix(".md"), markdown(record))

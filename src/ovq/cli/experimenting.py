@@ -60,7 +60,9 @@ def experiment(
 
             record = run_experiment(
                 planned, folder, progress=progress,
-                finished=lambda run, line: console.print(f"{run}: {line}", markup=False),
+                finished=lambda run, line: console.print(
+                    f"{run}: {line}", markup=False, soft_wrap=True
+                ),
             )  # fmt: skip
         _print_counts(folder, record)
         if record.get("interrupted"):
@@ -75,7 +77,7 @@ def _print_counts(folder: Path, record: dict[str, Any]) -> None:
     if record.get("counts"):  # of the first process
         counts = ", ".join(f"{number} {status}" for status, number in record["counts"].items())
         path = folder / record["name"] / "experiment.json"
-        console.print(f"{record['name']}: {counts}; written: {path}", markup=False)
+        console.print(f"{record['name']}: {counts}; written: {path}", markup=False, soft_wrap=True)
 
 
 def _list(experiments: list, folder: Path) -> None:

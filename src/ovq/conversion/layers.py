@@ -77,7 +77,7 @@ def layer_fields(
     rest = layer.tokens - (0 if layer.name == "sliding_window" else num_first_tokens)
     slots = round(rest * share_of_slots) if layer.name == "windowed_ovq" else 0
     chunk = min(CHUNK, max(1, (rest - slots) // 4))
-    window = (rest - slots - chunk) // chunk * chunk
+    window = round((rest - slots - chunk) / chunk) * chunk
     if layer.name != "windowed_ovq":
         too_few = rest < 1
         fields: dict[str, Any] = {"window_size": rest + 1}  # and itself, which no state holds

@@ -1,5 +1,6 @@
 """Softmax attention to a window of the latest tokens and to the first tokens of the sequence."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -87,7 +88,8 @@ class SlidingWindowSinkAttention(ProjectedMixer):
     ) -> tuple[Float[Tensor, "B T D"], SinkState]:
         """Mix the tokens."""
         q, k, v = (self.split_heads(x) for x in self.project(hidden_states, state))
-        state = self.init_state(len(hidden_states)) if state is None else state
+        # On the device of the tokens: that of offloaded weights is no place for it.
+        state = self._empty(len(k), k.dtype, k.device) if state is None else state
         o, state = sink_attention(
             q, k, v, self.head_dim**-0.5, state,
             rope_theta=self.rope_theta, max_position=self.max_position,
@@ -97,10 +99,13 @@ class SlidingWindowSinkAttention(ProjectedMixer):
     def init_state(self, batch_size: int) -> SinkState:
         """The state before the first token, on the device and in the dtype of the parameters."""
         weight = self.k_proj.weight
+        return self._empty(batch_size, weight.dtype, weight.device)
+
+    def _empty(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> SinkState:
         return SinkState.empty(
             batch_size, self.num_kv_heads, self.head_dim, self.head_dim,
             window_size=self.window_size, num_first_tokens=self.num_first_tokens,
-            dtype=weight.dtype, device=weight.device,
+            dtype=dtype, device=device,
         )  # fmt: skip
 
     def state_size(self, num_tokens: int) -> int:

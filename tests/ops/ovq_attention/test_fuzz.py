@@ -8,6 +8,7 @@ Not compared: keys of several norms in a ``unit`` dictionary. Where large ones c
 out again, a centroid's direction is that of rounding, in the backward another than in the forward.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -298,7 +299,7 @@ def served(impl: str, case: Case) -> Case:
 
 
 @by_implementation
-@settings(max_examples=50)
+@settings(max_examples=200 if os.environ.get("OVQ_LONG") == "1" else 35)
 @given(case=cases())
 def test_equals_reference_while_logits_are_moderate(impl, case):
     compare(served(impl, case), impl)
