@@ -90,9 +90,7 @@ print("counts", record.get("counts"), flush=True)
 """
 
 
-@pytest.mark.skipif(
-    os.environ.get("OVQ_LONG") != "1", reason="takes half a minute: set OVQ_LONG=1"
-)
+@pytest.mark.skipif(os.environ.get("OVQ_LONG") != "1", reason="takes half a minute: set OVQ_LONG=1")
 def test_two_processes_of_torchrun_make_the_run_of_one(tmp_path):
     """They share each step's sequences; the first one measures and writes."""
     from .toys import toy_experiment
