@@ -51,7 +51,12 @@ def test_an_interrupt_says_how_to_go_on(toys, tmp_path, monkeypatch):
         return train(config, folder, progress)
 
     monkeypatch.setattr(ovq.experiments.run, "train", interrupted)
-    result = invoke("experiment", "recall", "-o", tmp_path)
+    # A shell that starts the tests in the background has Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = invoke("experiment", "recall", "-o", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130, result.output
     assert "interrupted: the same command goes on" in result.stdout
 
