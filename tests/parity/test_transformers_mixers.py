@@ -1,5 +1,6 @@
 """Gated DeltaNet and Mamba-2 equal transformers' own: operators, layers, a whole model."""
 
+import inspect
 from importlib import import_module
 from itertools import pairwise
 
@@ -154,6 +155,9 @@ def small_mamba2(num_groups: int) -> nn.Module:
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_mamba2_layers(num_groups):
     """Each mixer of the model against ours on the hidden states that it sees there."""
+    norm = of_transformers("mamba2", "MambaRMSNormGated")
+    if num_groups > 1 and "group_size" not in inspect.signature(norm.__init__).parameters:
+        pytest.skip("this transformers normalises all groups as one")
     mamba2, seen = small_mamba2(num_groups), []
     for block in mamba2.backbone.layers:
         block.mixer.register_forward_hook(lambda module, x, y: seen.append((module, x[0], y)))
