@@ -89,6 +89,19 @@ class Sizes:
         }
 
 
+def paper_sizes(task: Task, *, num_steps: int, window_size: int = 128) -> Sizes:
+    """What a suite trains at the paper's scale: the same model, batch and dictionary in all."""
+    return Sizes(
+        task=task,
+        num_layers=10,
+        num_steps=num_steps,
+        batch_size=32,
+        accumulation_steps=4,
+        window_size=window_size,
+        num_centroids=4096,
+    )
+
+
 def all_variants(sizes: Sizes) -> dict[str, Variant]:
     """Every mixer that suites compare, by the name of its entry."""
     return {

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries
+from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries, paper_sizes
 from ovq.points import Point, num_centroids_holding, state_bytes
 from ovq.run_config import model_config
 from ovq.tasks import ForgettingTask
@@ -18,14 +18,10 @@ DENSE_STATES = ("linear_attention", "gated_delta_net", "mamba2")
 def sizes(scale: Scale) -> Sizes:
     """What is trained: A, and as much of B."""
     if scale.name == "paper":
-        return Sizes(
-            task=_task(first_length=1024, context_length=16_384, num_keys=8192, num_queries=64),
-            num_layers=10,
+        return paper_sizes(
+            _task(first_length=1024, context_length=16_384, num_keys=8192, num_queries=64),
             num_steps=STEPS[scale.name],
-            batch_size=32,
-            accumulation_steps=4,
             window_size=16,
-            num_centroids=4096,
         )
     return Sizes(
         task=_task(first_length=64, context_length=128, num_keys=256, num_queries=8),

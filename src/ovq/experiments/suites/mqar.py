@@ -2,7 +2,7 @@
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.variants import Sizes, all_variants, make_entries
+from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.points import Point
 from ovq.tasks import MQARTask
 
@@ -17,14 +17,9 @@ MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "
 def sizes(scale: Scale) -> Sizes:
     """What is trained; without a curriculum, as published."""
     if scale.name == "paper":
-        return Sizes(
-            task=MQARTask(context_length=16_384, tokens_per_pair=16, initial_pairs=32),
-            num_layers=10,
+        return paper_sizes(
+            MQARTask(context_length=16_384, tokens_per_pair=16, initial_pairs=32),
             num_steps=STEPS[scale.name],
-            batch_size=32,
-            accumulation_steps=4,
-            window_size=128,
-            num_centroids=4096,
         )
     return Sizes(
         task=MQARTask(context_length=64, fixed_pairs=16),

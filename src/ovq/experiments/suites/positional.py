@@ -6,7 +6,7 @@ from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import density_points, longer
 from ovq.experiments.suites.recall import DENSE, THIN
-from ovq.experiments.variants import Sizes, all_variants, make_entries
+from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.tasks import PositionalRecallTask
 
 NAME = "positional"
@@ -20,8 +20,8 @@ MIXERS = (
 def sizes(scale: Scale) -> Sizes:
     """What is trained: four layers, since a pair must be told from earlier ones of its key."""
     if scale.name == "paper":
-        return Sizes(
-            task=PositionalRecallTask(
+        return paper_sizes(
+            PositionalRecallTask(
                 context_length=16_384,
                 tokens_per_pair=DENSE,
                 num_queries=256,
@@ -31,12 +31,7 @@ def sizes(scale: Scale) -> Sizes:
                 initial_tokens_per_pair=2,
                 curriculum_fraction=0.7,
             ),
-            num_layers=10,
             num_steps=STEPS[scale.name],
-            batch_size=32,
-            accumulation_steps=4,
-            window_size=128,
-            num_centroids=4096,
         )
     return Sizes(
         task=PositionalRecallTask(

@@ -6,7 +6,7 @@ from itertools import chain
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import density_points, longer
-from ovq.experiments.variants import CORE, Sizes, Variant, all_variants, make_entries
+from ovq.experiments.variants import CORE, Sizes, Variant, all_variants, make_entries, paper_sizes
 from ovq.tasks import RecallTask
 
 NAME = "recall"
@@ -18,8 +18,8 @@ STEPS = {"demo": 1600, "quick": 1600, "paper": 20_000}
 def sizes(scale: Scale) -> Sizes:
     """What is trained: at demo scale the recipe of `make demo`, with keys enough for 65,536."""
     if scale.name == "paper":
-        return Sizes(
-            task=RecallTask(
+        return paper_sizes(
+            RecallTask(
                 context_length=16_384,
                 tokens_per_pair=DENSE,
                 num_queries=256,
@@ -29,12 +29,7 @@ def sizes(scale: Scale) -> Sizes:
                 initial_tokens_per_pair=2,
                 curriculum_fraction=0.7,
             ),
-            num_layers=10,
             num_steps=STEPS[scale.name],
-            batch_size=32,
-            accumulation_steps=4,
-            window_size=128,
-            num_centroids=4096,
         )
     return Sizes(
         task=RecallTask(

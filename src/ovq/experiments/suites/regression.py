@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.variants import Sizes, all_variants, make_entries
+from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.points import Point
 from ovq.tasks import InContextRegressionTask
 
@@ -18,19 +18,14 @@ MIXERS = ("full_attention_nope", "ovq", "vq_scores", "linear_attention", "gated_
 def sizes(scale: Scale) -> Sizes:
     """What is trained: from one function to as many as the context has eight examples of."""
     if scale.name == "paper":
-        return Sizes(
-            task=InContextRegressionTask(
+        return paper_sizes(
+            InContextRegressionTask(
                 context_length=16_384,
                 num_features=16,
                 num_functions=128,
                 initial_functions=1,
             ),
-            num_layers=10,
             num_steps=STEPS[scale.name],
-            batch_size=32,
-            accumulation_steps=4,
-            window_size=128,
-            num_centroids=4096,
         )
     return Sizes(
         task=InContextRegressionTask(
