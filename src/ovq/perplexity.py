@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ovq.models.cache import CACHE_FIELD
 from ovq.run_config import environment
-from ovq.runs import write_text
+from ovq.runs import command_line, write_text
 
 FORMAT, VERSION = "ovq-perplexity", 1
 PIECE = 2048  # tokens of one call of the model
@@ -97,7 +96,7 @@ def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int])
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     about = {"text": name, "sha256": sha256, "lengths": list(lengths)}
     if path is None or not path.exists():
-        command = " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None
+        command = command_line()
         new = {"format": FORMAT, "version": VERSION, "command": command}
         return {**new, **about, **environment(), "models": {}}
     try:

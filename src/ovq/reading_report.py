@@ -1,6 +1,5 @@
 """How large a state file is beside the KV cache of full attention, and how long reading took."""
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from ovq.layers import build_mixer
 from ovq.models import OVQForCausalLM
 from ovq.reading import Reading
 from ovq.run_config import environment
+from ovq.runs import command_line
 
 FULL_ATTENTION = "full_attention_nope"
 
@@ -50,7 +50,7 @@ def record_of(
         seconds: from the first of them to the file.
     """
     return {
-        "command": " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None,
+        "command": command_line(),
         "run": run,
         "num_parameters": model.num_parameters(),
         "mixers": model.config.mixer_names,

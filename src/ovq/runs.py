@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def command_line() -> str | None:
+    """The command that is running, for the files it writes; ``None`` if it is none of ours."""
+    return " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None
 
 
 def digest(path: Path) -> str:

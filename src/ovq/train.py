@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -43,6 +42,7 @@ from ovq.runs import (
     RUN_FILE,
     check_data,
     check_output_folder,
+    command_line,
     digests,
     read_run,
     weights_digests,
@@ -167,7 +167,7 @@ def _train(
     model = make_model(config)
     run = started or {
         "config": config.to_dict(),
-        "command": " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None,
+        "command": command_line(),
         "seed": config.training.seed,
         "num_parameters": model.num_parameters(),
         "data": config.task.fingerprint(),

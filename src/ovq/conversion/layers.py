@@ -75,13 +75,13 @@ def layer_fields(
     if layer.tokens is None:
         return {}
     rest = layer.tokens - (0 if layer.name == "sliding_window" else num_first_tokens)
-    slots = round(rest * share_of_slots) if layer.name == "windowed_ovq" else 0
-    chunk = min(CHUNK, max(1, (rest - slots) // 4))
-    window = round((rest - slots - chunk) / chunk) * chunk
     if layer.name != "windowed_ovq":
         too_few = rest < 1
         fields: dict[str, Any] = {"window_size": rest + 1}  # and itself, which no state holds
     else:
+        exact = rest - round(rest * share_of_slots)
+        chunk = min(CHUNK, max(1, exact // 4))
+        window = round((exact - chunk) / chunk) * chunk
         # A slot has a key, a value, and a count of eight bytes.
         slots = (rest - window - chunk) * head_dim // (head_dim + 1)
         too_few = window < chunk or slots < 1

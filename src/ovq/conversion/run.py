@@ -1,7 +1,6 @@
 """A converted model as a run folder, in which ``ovq`` finds it as it finds trained ones."""
 
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ovq.runs import (
     MODEL_FOLDER,
     RUN_FILE,
     check_output_folder,
+    command_line,
     read_run,
     weights_digests,
     write_run,
@@ -104,7 +104,7 @@ def convert_to_run(
     model = convert(pretrained, config)
     run: dict[str, Any] = {
         "config": {"name": folder.name, "conversion": wanted, "model": _told(model.config)},
-        "command": " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None,
+        "command": command_line(),
         "num_parameters": model.num_parameters(),
         **environment(),
     }

@@ -1,6 +1,5 @@
 """Run an experiment: every run an ordinary run folder, gone on with wherever it was stopped."""
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from ovq.experiments.record import (
     read_trial,
     write_record,
 )
-from ovq.runs import check_output_folder
+from ovq.runs import check_output_folder, command_line
 from ovq.train import LOCK_FILE, processes, train
 
 # What a run may fail of while the others go on; anything else is a fault of this program.
@@ -84,7 +83,7 @@ class _Runner:
         self.experiment, self.output = experiment, output
         self.progress = progress or (lambda done, total, what: None)
         self.finished = finished or (lambda folder, line: None)
-        self.command = " ".join(["ovq", *sys.argv[1:]]) if "ovq" in Path(sys.argv[0]).name else None
+        self.command = command_line()
         self.failures: dict[str, str] = {}
         self.is_first = processes().is_main_process
         self.done = 0.0
