@@ -252,7 +252,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
         ("{", "whole run.json"),
         ("[]", "format 'ovq-run'"),
         ('{"format": "other"}', "format 'ovq-run'"),
-        ('{"format": "ovq-run", "version": 1}', "with 'config'"),
+        ('{"format": "ovq-run", "version": 1}', "damaged config"),
         ('{"format": "ovq-run", "version": 99, "config": {}, "status": "done"}', "update ovq"),
     ],
 )

@@ -1,11 +1,10 @@
 """Tables and a picture of ``bench.json``, from that file alone."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ovq.report import COLOURS, markdown_table, new_figure, save_figure
-from ovq.runs import write_text
+from ovq.runs import read_json, write_text
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
@@ -14,13 +13,7 @@ def read_benchmark(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged or another's.
     """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"path must be a whole bench.json, got {path}: {error}") from None
-    if not isinstance(result, dict) or result.get("format") != "ovq-bench":
-        raise ValueError(f"path must be a file that ovq bench wrote, got {path}")
-    return result
+    return read_json(Path(path), "path", "ovq-bench")
 
 
 def _medians(result: dict[str, Any], which: str, dtype: str) -> dict[tuple, float]:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ovq.models.cache import CACHE_FIELD
 from ovq.run_config import environment
-from ovq.runs import command_line, write_text
+from ovq.runs import command_line, read_json, write_text
 
 FORMAT, VERSION = "ovq-perplexity", 1
 PIECE = 2048  # tokens of one call of the model
@@ -99,14 +99,7 @@ def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int])
         command = command_line()
         new = {"format": FORMAT, "version": VERSION, "command": command}
         return {**new, **about, **environment(), "models": {}}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--output must be a whole JSON file, got {path}: {error}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"--output must be a new file or one of format {FORMAT!r}, got {path}")
-    if record.get("version") != VERSION or not isinstance(record.get("models"), dict):
-        raise ValueError(f"--output must be of version {VERSION}, got {path}; update ovq")
+    record = read_json(path, "--output", FORMAT, VERSION, {"models": dict})
     for part, value in about.items():
         if record.get(part) != value:
             raise ValueError(

@@ -9,9 +9,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
+from types import MappingProxyType, UnionType
 from typing import Any
 
 RUN_FORMAT = "ovq-run"
@@ -138,6 +140,45 @@ def check_output_file(path: Path) -> None:
     check_output_folder(path.parent)
 
 
+def read_json(
+    path: Path,
+    argument: str,
+    form: str,
+    version: int | None = None,
+    parts: Mapping[str, type | UnionType] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The content of a JSON file that a command of ours wrote.
+
+    Args:
+        path: of the file.
+        argument: what the caller calls it, for the errors.
+        form: its ``format``.
+        version: the newest that can be read; ``None`` for files without one.
+        parts: what it must hold, and of which type.
+
+    Raises:
+        ValueError: a file that is not there, damaged, another's or of a newer version.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument} must be a whole {path.name}, got {path}: {error}") from None
+    if not isinstance(record, dict) or record.get("format") != form:
+        raise ValueError(f"{argument} must be a file of format {form!r}, got {path}")
+    found = record.get("version")
+    if version is not None and (not isinstance(found, int) or found > version):
+        raise ValueError(
+            f"{argument} must be of version {version} or older, got {found!r} in {path}; update ovq"
+        )
+    for name, kind in parts.items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(
+                f"{argument} must be a whole {path.name}, got {path} with damaged {name} "
+                f"{shorten(repr(record.get(name)), 60)}"
+            )
+    return record
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """The run file of a folder.
 
@@ -147,20 +188,4 @@ def read_run(folder: Path) -> dict[str, Any]:
     path = Path(folder) / RUN_FILE
     if not path.is_file():
         raise ValueError(f"RUN must be a run folder with a {RUN_FILE}, got {folder}")
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"RUN must hold a whole {RUN_FILE}, got {path}: {error}") from None
-    if not isinstance(run, dict) or run.get("format") != RUN_FORMAT:
-        raise ValueError(f"RUN must hold a {RUN_FILE} of format {RUN_FORMAT!r}, got {path}")
-    for key, kind in (("config", dict), ("status", str)):
-        if not isinstance(run.get(key), kind):
-            raise ValueError(
-                f"RUN must hold a {RUN_FILE} with {key!r}, got {run.get(key)!r} in {path}"
-            )
-    if not isinstance(run.get("version"), int) or run["version"] > RUN_VERSION:
-        raise ValueError(
-            f"RUN must be of run version {RUN_VERSION} or older, got {run.get('version')!r} in "
-            f"{path}; update ovq"
-        )
-    return run
+    return read_json(path, "RUN", RUN_FORMAT, RUN_VERSION, {"config": dict, "status": str})

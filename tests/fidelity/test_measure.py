@@ -62,7 +62,7 @@ def test_another_configuration_or_file_is_refused(result, tmp_path):
     with pytest.raises(ValueError, match=r"whole fidelity\.json"):
         measure(CONFIG, samples(), path)
     path.write_text("{}")
-    with pytest.raises(ValueError, match="that ovq fidelity wrote"):
+    with pytest.raises(ValueError, match="of format 'ovq-fidelity'"):
         measure(CONFIG, samples(), path)
 
 

@@ -28,7 +28,7 @@ from ovq.comparison.peak import peak_in_new_process
 from ovq.comparison.steps import PILOT, decoding, run_forward, run_training_step
 from ovq.layers.registry import MIXERS
 from ovq.ops.ovq_attention.cpu.kernel import is_built
-from ovq.runs import write_text
+from ovq.runs import read_json, write_text
 
 FORMAT = "ovq-compare"
 PARTS = {
@@ -330,17 +330,7 @@ def read_comparison(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged or another's.
     """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"path must be a whole compare.json, got {path}: {error}") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise ValueError(f"path must be a file that ovq compare wrote, got {path}")
-    for name, kind in PARTS.items():
-        if not isinstance(result.get(name), kind):
-            raise ValueError(
-                f"path must be a whole compare.json, got {path} with {name} {result.get(name)!r}"
-            )
+    result = read_json(Path(path), "path", FORMAT, parts=PARTS)
     for row in result["figures"]:
         if not isinstance(row, dict) or _empty_row("", 0, "").keys() - row.keys():
             raise ValueError(f"path must be a whole compare.json, got {path} with the figure {row}")

@@ -10,7 +10,7 @@ from typing import Any
 from ovq.evaluate import unmeasured
 from ovq.experiments.plan import Entry, Experiment, Trial
 from ovq.run_config import environment
-from ovq.runs import RUN_FILE, read_run, write_text
+from ovq.runs import RUN_FILE, read_json, read_run, write_text
 
 FILE = "experiment.json"
 FORMAT = "ovq-experiment"
@@ -163,16 +163,16 @@ def known_failures(experiment: Experiment, output: Path) -> dict[str, str]:
     path = output / experiment.name / FILE
     if not path.exists():
         return {}
+    record = read_json(path, "--output", FORMAT, VERSION, {"scale": str, "entries": list})
+    scale = record["scale"]
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        scale, entries = record["scale"], record["entries"]
         failures = {
             run["folder"]: run["reason"]
-            for entry in entries
+            for entry in record["entries"]
             for run in entry["runs"]
             if "reason" in run
         }
-    except (ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"--output must hold a whole {FILE}, got {path}: {error!r}") from None
     if scale != experiment.scale:
         raise ValueError(

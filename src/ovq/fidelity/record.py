@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 import ovq
 from ovq.fidelity.methods import METHODS
-from ovq.runs import write_text
+from ovq.runs import read_json, write_text
 
 FORMAT = "ovq-fidelity"
 LOCK_FILE = ".lock"  # held while a folder is written to; a killed process lets go of it
@@ -119,12 +119,7 @@ def read_fidelity(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged or another's.
     """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"path must be a whole fidelity.json, got {path}: {error}") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise ValueError(f"path must be a file that ovq fidelity wrote, got {path}")
+    result = read_json(Path(path), "path", FORMAT, parts=PARTS)
     broken = _broken_part(result)
     if broken is not None:
         raise ValueError(f"path must be a whole fidelity.json, got {path} with damaged {broken}")
@@ -133,9 +128,6 @@ def read_fidelity(path: Path) -> dict[str, Any]:
 
 def _broken_part(result: dict[str, Any]) -> str | None:
     """The name of the first part that is not as it is written."""
-    parts = [name for name, kind in PARTS.items() if not isinstance(result.get(name), kind)]
-    if parts:
-        return parts[0]
     if not all(_is_row(method, METHOD) for method in result["methods"].values()):
         return "methods"
     for name, kinds in (("errors", ROW), ("times", TIME)):

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ovq.runs import RUN_FILE, check_output_file, read_run, write_run, write_text
+from ovq.runs import RUN_FILE, check_output_file, read_json, read_run, write_run, write_text
 
 FORMAT = "ovq-harness"
 VERSION = 1
@@ -38,18 +38,7 @@ def read_results(place: Path) -> list[dict[str, Any]]:
         return read_run(place).get("harness", {}).get("results", [])
     if not place.exists():
         return []
-    try:
-        content = json.loads(place.read_bytes())
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"--output must be a new file or one of format {FORMAT!r}, got {place}")
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"--output must be a file of version {VERSION}, got {content.get('version')!r} in "
-            f"{place}"
-        )
-    return content["results"]
+    return read_json(place, "--output", FORMAT, VERSION, {"results": list})["results"]
 
 
 def keep(place: Path, result: dict[str, Any]) -> None:
