@@ -168,7 +168,7 @@ def test_train_evaluate_generate_report(run, tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert table.count("| demo-recall-ovq |") == 4
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    assert [row["length"] for row in report([run], tmp_path)] == [128, 128, 256, 256]
+    assert [row["length"] for row in report([run], tmp_path).rows] == [128, 128, 256, 256]
 
 
 def test_an_evaluation_says_what_it_does_not_measure_again(run):

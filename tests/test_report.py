@@ -53,10 +53,10 @@ def test_one_run_given_twice_is_drawn_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ways = [Path("x"), Path(f"{folder}/"), other, folder, Path("y/../x"), Path("./x")]
     assert names(ways) == ["a", "b"]
-    assert len(report(ways, tmp_path / "report")) == 4
+    assert len(report(ways, tmp_path / "report").rows) == 4
     assert "From the run files of x, " in (tmp_path / "report/table.md").read_text()
 
 
 def test_a_metric_that_is_no_number_is_shown_so(tmp_path):
     folder = write(tmp_path / "x", "a", 0, loss=float("nan"), accuracy=float("inf"))
-    assert "| nan | nan |" in markdown(report([folder], tmp_path))
+    assert "| nan | nan |" in markdown(report([folder], tmp_path).rows)

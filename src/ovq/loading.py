@@ -1,6 +1,9 @@
 """A finished run as a model in memory, whole and as it was written, and what reads its texts."""
 
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +39,36 @@ class Codec(Protocol):
         ...
 
 
+@contextmanager
+def damage_refused(rule: str) -> Iterator[None]:
+    """Whatever a library raises while it reads damaged files, as a ``ValueError`` of one line."""
+    try:
+        yield
+    except ImportError:  # a package that is not installed is no damage
+        raise
+    except Exception as error:  # noqa: BLE001  depends on where the file is cut
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{rule}: {reason}") from None
+
+
+def save_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
+    """Write a model, and its tokenizer if it has one, beside the folder first, then onto it.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        model.save_pretrained(beside)
+    except SafetensorError as error:
+        raise OSError(f"{folder} cannot be written: {error}") from error
+    if tokenizer is not None:
+        tokenizer.save_pretrained(beside)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(beside, folder)
+
+
 class TokenizerCodec:
     """A tokenizer of transformers, with no marks of its own before or after a text."""
 
@@ -49,11 +82,8 @@ class TokenizerCodec:
         Raises:
             ValueError: none there.
         """
-        try:
+        with damage_refused(f"RUN must hold a tokenizer, got {folder}"):
             return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-        except (OSError, ValueError) as error:
-            line = str(error).splitlines()[0]
-            raise ValueError(f"RUN must hold a tokenizer, got {folder}: {line}") from None
 
     def encode(self, text: str) -> Int64[Tensor, " T"]:
         """The ids ``[T]`` of a text."""
@@ -93,7 +123,10 @@ def load_text_model(folder: Path) -> tuple[OVQForCausalLM, Codec]:
         if not isinstance(model, OVQForCausalLM):
             raise ValueError(f"RUN must be of a model of tokens, got {folder} of one of numbers")
         return model, token_task(config.task)
-    model = _load_model(folder, run, run["config"].get("model", {}))
+    fields = run["config"].get("model", {})
+    if not isinstance(fields, dict):
+        raise ValueError(f"RUN must tell the fields of its model, got {fields!r} in {folder}")
+    model = _load_model(folder, run, fields)
     return model, TokenizerCodec.load(folder / MODEL_FOLDER)
 
 
@@ -103,16 +136,11 @@ def _load_model(
     """The model, once it is sure that it is the run's."""
     if run["status"] != "done":
         raise ValueError(f"RUN must be done, got {folder} with status {run['status']!r}")
-    try:
-        loaded = cls.from_pretrained(
-            folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
-        line = str(error).splitlines()[0]
-        raise ValueError(
-            f"RUN must hold a whole model, got {folder / MODEL_FOLDER}: {line}"
-        ) from None
-    model, found = loaded
+    with damage_refused(f"RUN must hold a whole model, got {folder / MODEL_FOLDER}"):
+        model, found = cls.from_pretrained(
+            folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found.get(kind):
             raise ValueError(

@@ -13,9 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ovq.loading import Codec
 from ovq.models.cache import CACHE_FIELD
 from ovq.run_config import environment
-from ovq.runs import command_line, read_json, write_text
+from ovq.runs import command_line, finite, read_json, write_text
 
 FORMAT, VERSION = "ovq-perplexity", 1
 PIECE = 2048  # tokens of one call of the model
@@ -65,8 +66,7 @@ def measure(
     Raises:
         ValueError: lengths that are not rising from 2 on, or fewer tokens than the longest.
     """
-    if not lengths or lengths[0] < 2 or sorted(set(lengths)) != list(lengths):
-        raise ValueError(f"lengths must rise from 2 or more, got {list(lengths)}")
+    check_lengths(lengths)
     if len(ids) < lengths[-1]:
         raise ValueError(f"text must have at least {lengths[-1]:,} tokens, got {len(ids):,}")
     begun = time.perf_counter()
@@ -79,6 +79,19 @@ def measure(
         "layers": model.config.mixer_names,
         "seconds": round(time.perf_counter() - begun, 1),
     }
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Raise a ``ValueError`` unless lengths rise from 2 on."""
+    if not lengths or lengths[0] < 2 or sorted(set(lengths)) != list(lengths):
+        raise ValueError(f"lengths must rise from 2 or more, got {list(lengths)}")
+
+
+def first_tokens(codec: Codec, text: str, length: int) -> Int[Tensor, " T"]:
+    """The tokens of a text's start, at least ``length`` of them if the text has so many."""
+    start = text[: 16 * length]  # enough but for odd texts
+    ids = codec.encode(start)
+    return ids if len(ids) >= length or len(start) == len(text) else codec.encode(text)
 
 
 def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int]) -> dict[str, Any]:
@@ -106,14 +119,44 @@ def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int])
                 f"--output must be of the same text and lengths, got {path} with {part} "
                 f"{record.get(part)!r}, not {value!r}"
             )
+    for name, model in record["models"].items():
+        if not _is_measured(model, lengths):
+            raise ValueError(
+                f"--output must be a whole {path.name}, got {path} with damaged {name}"
+            )
     return record
+
+
+def _is_measured(model: Any, lengths: Sequence[int]) -> bool:
+    """Whether the entry of a model is as it is written."""
+    if not isinstance(model, dict):
+        return False
+    wanted = {str(length) for length in lengths}
+    by_length = [x for x in (model.get("nll"), model.get("state_bytes")) if isinstance(x, dict)]
+    blocks = model.get("nll_of_blocks")
+    if len(by_length) < 2 or not isinstance(blocks, list):
+        return False
+    numbers = [*blocks, *(x.get(length, "") for x in by_length for length in wanted)]
+    whole = len(blocks) == -(-(lengths[-1] - 1) // BLOCK)
+    return whole and all(isinstance(x, int | float | None) for x in numbers)
+
+
+def check_tokens(record: dict[str, Any], name: str, ids: Int[Tensor, " T"]) -> None:
+    """Raise a ``ValueError`` unless a model reads the same tokens as those measured before.
+
+    Means over other tokens are not comparable. The first model's are kept in the record.
+    """
+    tokens = ids[: record["lengths"][-1]].tolist()
+    found = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    if record.setdefault("tokens", found) != found:
+        raise ValueError(f"RUN must read the text as the tokens that others read, got {name}")
 
 
 def keep(path: Path | None, record: dict[str, Any], name: str, measured: dict[str, Any]) -> None:
     """Add what was measured of a model, and write the file if there is one."""
     record["models"][name] = measured
     if path is not None:
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        write_text(path, json.dumps(finite(record), indent=1, allow_nan=False) + "\n")
 
 
 def table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -133,10 +176,15 @@ def table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]
         first = first or model
         rows.append((
             name, *(f"{model['state_bytes'][t]:,}" for t in lengths),
-            *(f"{math.exp(model['nll'][t]):.2f}" for t in lengths),
+            *(f"{perplexity_of(model['nll'][t]):.2f}" for t in lengths),
             *(_above(model, first, int(t)) for t in lengths),
         ))  # fmt: skip
     return columns, rows
+
+
+def perplexity_of(nll: float | None) -> float:
+    """That of a mean loss in nats; files hold ``None`` for one that is no number."""
+    return math.nan if nll is None else math.exp(nll) if nll < 700 else math.inf
 
 
 def _above(model: dict[str, Any], first: dict[str, Any], length: int) -> str:
@@ -144,11 +192,14 @@ def _above(model: dict[str, Any], first: dict[str, Any], length: int) -> str:
     number = (length - 1) // BLOCK
     if model is first or number < 2:
         return "-"
-    pairs = zip(model["nll_of_blocks"], first["nll_of_blocks"], strict=True)
-    differences = torch.tensor([a - b for a, b in pairs], dtype=torch.float64)[:number]
-    error = differences.std() / number**0.5
-    mean = model["nll"][str(length)] - first["nll"][str(length)]
-    return f"{1e3 * mean:.1f} ± {1e3 * error.item():.1f}"
+    blocks = _values(model["nll_of_blocks"]) - _values(first["nll_of_blocks"])
+    error = blocks[:number].std() / number**0.5
+    mean = _values([model["nll"][str(length)]]) - _values([first["nll"][str(length)]])
+    return f"{1e3 * mean.item():.1f} ± {1e3 * error.item():.1f}"
+
+
+def _values(kept: list[int | float | None]) -> Float[Tensor, " X"]:
+    return torch.tensor([math.nan if x is None else x for x in kept], dtype=torch.float64)
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -42,15 +42,16 @@ def write_text(path: Path, text: str) -> None:
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:
     """Write the run file of a folder; numbers that JSON lacks, NaN and infinities, as null."""
-    whole = _finite({"format": RUN_FORMAT, "version": RUN_VERSION} | run)
+    whole = finite({"format": RUN_FORMAT, "version": RUN_VERSION} | run)
     write_text(folder / RUN_FILE, json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value with ``None`` in the place of numbers that JSON lacks, NaN and infinities."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -72,6 +73,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def weights_digests(folder: Path) -> dict[str, str]:
     """Those of a run's trained weights alone."""
+    if not (folder / MODEL_FOLDER).is_dir():
+        return {}
     return {
         name: found
         for name, found in digests(folder / MODEL_FOLDER).items()
@@ -82,6 +85,8 @@ def weights_digests(folder: Path) -> dict[str, str]:
 def check_weights(folder: Path, run: dict[str, Any]) -> None:
     """Raise a ``ValueError`` unless the folder holds the weights that its run file tells of."""
     told, found = run.get("weights"), weights_digests(folder)
+    if told is not None and not isinstance(told, dict):
+        raise ValueError(f"RUN must hold a whole {RUN_FILE}, got {folder} with damaged weights")
     if told is not None and told != found:
         raise ValueError(
             f"RUN must hold the weights that it trained, got {folder / MODEL_FOLDER} with "
@@ -111,7 +116,7 @@ def check_data(run: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
             other = "other bytes" if before == now else f"{now:,} bytes, not {before:,}"
             changes.append(f"{name} with {other}")
     shown = ", ".join(changes[:5]) + (f" and {len(changes) - 5} more" if changes[5:] else "")
-    raise ValueError(f"source must hold the text that the run began with, got {shown}")
+    raise ValueError(f"source must hold what the run began with, got {shown}")
 
 
 def distinct_folders(folders: Iterable[Path]) -> list[Path]:

@@ -35,6 +35,7 @@ try:
 except ImportError as error:
     raise ImportError(f"ovq.train needs {error.name or error}: pip install 'ovq[train]'") from error
 
+from ovq.loading import save_model
 from ovq.models import OVQForCausalLM, OVQForRegression
 from ovq.run_config import RunConfig, environment, model_class, model_config
 from ovq.runs import (
@@ -216,26 +217,21 @@ def _finish(
 ) -> None:
     """Write the run file, and the model in place of the checkpoints if training is done."""
     if run["status"] == "done":
-        save_model(model, config.task, folder / MODEL_FOLDER)
+        save_model(model, _tokenizer(config.task), folder / MODEL_FOLDER)
         run["weights"] = weights_digests(folder)
     write_run(folder, run)
     if run["status"] == "done":
         shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
 
 
-def save_model(model: OVQForCausalLM | OVQForRegression, task: Task, folder: Path) -> None:
-    """Write model and tokenizer into a folder, beside it first, then renamed onto it."""
-    beside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    if isinstance(task, LanguageModelingTask):
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=with_end_of_text(task.load_tokenizer()),
-            bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
-        )  # fmt: skip
-        tokenizer.save_pretrained(beside)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(beside, folder)
+def _tokenizer(task: Task) -> PreTrainedTokenizerFast | None:
+    """What a model's folder has for its texts, if it was trained on texts."""
+    if not isinstance(task, LanguageModelingTask):
+        return None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=with_end_of_text(task.load_tokenizer()),
+        bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+    )  # fmt: skip
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

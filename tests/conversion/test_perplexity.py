@@ -90,7 +90,8 @@ def test_the_command_goes_on_with_what_is_there(runs, tmp_path):
     text.write_text("another text " * 100)
     assert "of the same text and lengths" in bad_input("perplexity", runs / PATTERNS[0], *options)
     output.write_text("{}")
-    assert "a file of format 'ovq-perplexity'" in bad_input("perplexity", runs / PATTERNS[0], *options)
+    foreign = bad_input("perplexity", runs / PATTERNS[0], *options)
+    assert "a file of format 'ovq-perplexity'" in foreign
     text.write_text("short")
     short = bad_input("perplexity", runs / PATTERNS[0], "--file", text, "--lengths", "100")
     assert "text must have at least 100 tokens, got 5" in short
@@ -99,8 +100,9 @@ def test_the_command_goes_on_with_what_is_there(runs, tmp_path):
 def test_a_record_is_kept_model_by_model(tmp_path):
     path = tmp_path / "record.json"
     record = read_record(path, "a book", "text", [10])
-    keep(path, record, "one", {"nll": {}})
-    assert read_record(path, "a book", "text", [10])["models"] == {"one": {"nll": {}}}
+    one = {"nll": {"10": 1.0}, "state_bytes": {"10": 8}, "nll_of_blocks": [1.0]}
+    keep(path, record, "one", one)
+    assert read_record(path, "a book", "text", [10])["models"] == {"one": one}
     for other in (("b", "text", [10]), ("a book", "tex", [10]), ("a book", "text", [11])):
         with pytest.raises(ValueError, match="of the same text and lengths"):
             read_record(path, *other)

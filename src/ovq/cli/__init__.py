@@ -3,6 +3,7 @@
 from ovq.cli.shared import app, run
 
 from ovq.cli import training, evaluating, reading, converting, measuring, experimenting  # isort: skip
+from ovq.cli import reporting  # isort: skip
 
 # Each module adds its commands to the application, in the order in which the help lists them.
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "experimenting",
     "measuring",
     "reading",
+    "reporting",
     "run",
     "training",
 ]

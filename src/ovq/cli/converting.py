@@ -1,6 +1,7 @@
 """Commands around pretrained models: convert one, and measure perplexity on a long text."""
 
 from collections import Counter
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -54,21 +55,28 @@ def convert(
     distill: Annotated[
         Path | None, typer.Option(help="A folder of .txt files to fit the dictionaries' biases on.")
     ] = None,
-    distill_steps: Annotated[int, typer.Option(min=1, help="Steps of that.")] = 20,
-    distill_length: Annotated[int, typer.Option(min=2, help="Tokens of a step.")] = 4096,
+    distill_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of that; 20 by default.")
+    ] = None,
+    distill_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a step; 4096 by default.")
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Put other mixers in the place of a pretrained model's attention, and keep its weights."""
     from ovq.runs import check_output_folder
 
     check_output_folder(output)
+    if distill is None and (distill_steps, distill_length) != (None, None):
+        raise ValueError("--distill-steps and --distill-length go with --distill only")
     set_up(threads)
     from ovq.conversion import Conversion, convert_to_run
 
     plan = Conversion(
         pattern=pattern, tokens=tokens, num_first_tokens=first_tokens, share_of_slots=slots,
         distance=distance, texts=None if distill is None else str(distill),
-        distill_steps=0 if distill is None else distill_steps, distill_length=distill_length,
+        distill_steps=0 if distill is None else distill_steps or 20,
+        distill_length=distill_length or 4096,
     )  # fmt: skip
     with progress_bar("distilling", "divergence {task.fields[last]}") as update:
 
@@ -76,7 +84,7 @@ def convert(
             update(done, total, last=f"{divergence:.5f} nats")
 
         run = convert_to_run(source, plan, output, progress)
-    layers = Counter(plan.layers)
+    layers = Counter(islice(cycle(plan.layers), run["config"]["model"]["num_hidden_layers"]))
     told = (f"{n} {x.name}" + (f" of {x.tokens:,}" if x.tokens else "") for x, n in layers.items())
     console.print(
         f"{output}: {run['num_parameters']:,} parameters of {source}, in layers {', '.join(told)}",
@@ -97,16 +105,30 @@ def perplexity(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Perplexity of a long text, read once from its start; goes on if interrupted."""
+    """Perplexity of a long text, read once from its start; goes on if interrupted.
+
+    No mark is put before the text, whatever the tokenizer would do.
+    """
     from ovq.runs import check_output_file, distinct_folders, read_run, write_text
 
     if output is not None:
         check_output_file(output)
+        _check_table(output, file)
     set_up(threads)
     from ovq.loading import load_text_model
-    from ovq.perplexity import keep, markdown, measure, read_record, table
+    from ovq.perplexity import (
+        check_lengths,
+        check_tokens,
+        first_tokens,
+        keep,
+        markdown,
+        measure,
+        read_record,
+        table,
+    )
 
     numbers, text = whole_numbers("lengths", lengths), read_text("file", file)
+    check_lengths(numbers)
     record = read_record(output, file.name, text, numbers)
     for folder in distinct_folders(runs):
         run = read_run(folder)
@@ -114,10 +136,23 @@ def perplexity(
         if about.items() <= record["models"].get(str(folder), {}).items():
             console.print(f"{folder}: measured before", markup=False, soft_wrap=True)
             continue
+        if str(folder) in record["models"]:
+            console.print(f"{folder}: measured anew, since it has changed", markup=False)
         model, codec = load_text_model(folder)
+        ids = first_tokens(codec, text, numbers[-1])
+        check_tokens(record, str(folder), ids)
         with progress_bar(str(folder)) as update:
-            measured = measure(model, codec.encode(text[: 16 * numbers[-1]]), numbers, update)
+            measured = measure(model, ids, numbers, update)
         keep(output, record, str(folder), about | measured)
     print_table(*table(record))
     if output is not None:
         write_text(output.with_suffix(".md"), markdown(record))
+
+
+def _check_table(output: Path, file: Path) -> None:
+    """Raise a ``ValueError`` unless the table's file, beside the record, may be written."""
+    table = output.with_suffix(".md")
+    if table == output:
+        raise ValueError(f"--output must be a JSON file, got {output}: {table} is for the table")
+    if table.resolve() == file.resolve() or (table.exists() and not output.exists()):
+        raise ValueError(f"--output must leave {table} free for its table, got {output}")

@@ -1,4 +1,4 @@
-"""Commands that evaluate trained runs, and draw what was found."""
+"""The command that evaluates trained runs."""
 
 import logging
 from collections.abc import Callable
@@ -132,18 +132,3 @@ def _print_results(name: str, results: list[dict]) -> None:
     from ovq.report import COLUMNS, cells
 
     print_table(COLUMNS, [cells({"run": name, **result}) for result in results])
-
-
-@app.command()
-@one_line_errors
-def report(
-    runs: Runs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder.")] = Path("report"),
-) -> None:
-    """Draw evaluated runs: a table here, table.md and accuracy.png in the output folder."""
-    from ovq.report import COLUMNS, cells
-    from ovq.report import report as write_report
-
-    rows = write_report(runs, output)
-    print_table(COLUMNS, [cells(row) for row in rows])
-    console.print(f"written: {output / 'table.md'}, {output / 'accuracy.png'}")

@@ -8,6 +8,7 @@ from typing import Any
 LAYERS = ("full_attention", "sliding_window", "sliding_window_sinks", "windowed_ovq")
 
 CHUNK = 64
+LONGEST = 2**24  # tokens that a layer may hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ def parse_pattern(text: str, tokens: int) -> list[LayerPlan]:
                 f"windowed_ovq:512*3, got {part.strip()!r}"
             )
         held = None if match[1] == "full_attention" else int(match[2] or tokens)
+        if held is not None and held > LONGEST:
+            raise ValueError(f"tokens must be at most {LONGEST:,}, got {held:,}")
         layers += [LayerPlan(name=match[1], tokens=held)] * int(match[3] or 1)
     return layers
 
@@ -82,6 +85,8 @@ def layer_fields(
         exact = rest - round(rest * share_of_slots)
         chunk = min(CHUNK, max(1, exact // 4))
         window = round((exact - chunk) / chunk) * chunk
+        if rest - window - chunk < 2 <= rest * share_of_slots:  # the window was rounded up
+            window -= chunk
         # A slot has a key, a value, and a count of eight bytes.
         slots = (rest - window - chunk) * head_dim // (head_dim + 1)
         too_few = window < chunk or slots < 1
@@ -91,6 +96,6 @@ def layer_fields(
     if too_few or num_first_tokens < 0:
         raise ValueError(
             f"tokens must be enough for {num_first_tokens} first tokens, a window and a "
-            f"dictionary, got {layer.tokens} for {layer.name}"
+            f"dictionary of a share of {share_of_slots:g}, got {layer.tokens} for {layer.name}"
         )
     return fields

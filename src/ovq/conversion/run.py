@@ -1,6 +1,6 @@
 """A converted model as a run folder, in which ``ovq`` finds it as it finds trained ones."""
 
-import shutil
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,15 @@ from typing import Any
 from ovq.conversion.distill import Progress, distill, windows
 from ovq.conversion.layers import LayerPlan, parse_pattern
 from ovq.conversion.weights import convert, converted_config
-from ovq.fidelity.pretrained import load_pretrained
-from ovq.loading import TokenizerCodec
+from ovq.fidelity.pretrained import files_of, load_pretrained
+from ovq.loading import TokenizerCodec, save_model
 from ovq.run_config import environment
 from ovq.runs import (
     MODEL_FOLDER,
     RUN_FILE,
+    check_data,
     check_output_folder,
+    check_weights,
     command_line,
     read_run,
     weights_digests,
@@ -55,6 +57,8 @@ class Conversion:
             raise ValueError("distill_steps must be above 0 with texts, and 0 without")
         if not 0.0 < self.share_of_slots < 1.0:
             raise ValueError(f"share_of_slots must lie in (0, 1), got {self.share_of_slots}")
+        if not 0 <= self.distance < 2**31:
+            raise ValueError(f"distance must lie in [0, 2^31), got {self.distance}")
         held = [layer.tokens or 0 for layer in self.layers if layer.name == "windowed_ovq"]
         if self.distill_steps and held and self.distill_length <= min(held):
             raise ValueError(
@@ -81,7 +85,8 @@ def convert_to_run(
     Args:
         source: a folder or a name that transformers loads, a ``.gguf`` file, or a package.
         plan: what is made of it.
-        folder: new or empty, or one where the same conversion was done, which is left as it is.
+        folder: new or empty, or one where the same conversion of the same files was done, which is
+            left as it is, or was interrupted.
         progress: called after every step of the distillation.
 
     Returns:
@@ -93,7 +98,8 @@ def convert_to_run(
         ImportError: a ``.gguf`` file, and the package gguf is not installed.
     """
     wanted = {"source": source, **asdict(plan)}
-    done = _check_folder(folder, wanted)
+    data = files_of(source) | ({} if plan.texts is None else fingerprint(plan.texts))
+    done = _check_folder(folder, wanted, data)
     if done is not None:
         return done
     pretrained, tokenizer = load_pretrained(source)
@@ -106,10 +112,10 @@ def convert_to_run(
         "config": {"name": folder.name, "conversion": wanted, "model": _told(model.config)},
         "command": command_line(),
         "num_parameters": model.num_parameters(),
+        "data": data,
         **environment(),
     }
     if plan.texts is not None:
-        run["data"] = fingerprint(plan.texts)
         text = "\n\n".join(text for _, text in read_corpus(plan.texts))
         ids = TokenizerCodec(tokenizer).encode(text)
         pieces = windows(ids, plan.distill_length, plan.distill_steps)
@@ -117,13 +123,16 @@ def convert_to_run(
             model, pretrained, pieces, num_steps=plan.distill_steps,
             first=plan.num_exact, progress=progress,
         )  # fmt: skip
-    _save(model, tokenizer, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, tokenizer, folder / MODEL_FOLDER)
     run |= {"weights": weights_digests(folder), "status": "done"}
     write_run(folder, run)
     return read_run(folder)
 
 
-def _check_folder(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+def _check_folder(
+    folder: Path, wanted: dict[str, Any], data: dict[str, dict[str, Any]]
+) -> dict[str, Any] | None:
     """The run file of the same conversion; ``None`` for a folder to be filled."""
     check_output_folder(folder)
     if (folder / RUN_FILE).exists():
@@ -132,27 +141,29 @@ def _check_folder(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None
             raise ValueError(
                 f"--output must be a folder without a run of another configuration, got {folder}"
             )
+        check_data(run, data)
+        check_weights(folder, run)
         return run
-    if folder.exists() and any(path.name != MODEL_FOLDER for path in folder.iterdir()):
+    left = {MODEL_FOLDER, f".{MODEL_FOLDER}.partial", f".{RUN_FILE}.partial"}  # by a killed process
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if there - left or (MODEL_FOLDER in there and not _is_ours(folder / MODEL_FOLDER)):
         raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
     return None
+
+
+def _is_ours(model: Path) -> bool:
+    """Whether a folder holds a model of ours, as a conversion leaves it before its run file."""
+    try:
+        return json.loads((model / "config.json").read_bytes())["model_type"] == "ovq"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _told(config: Any) -> dict[str, Any]:
     """The fields that a reader of the run file wants, and that loading compares."""
     names = (
-        "layer_pattern", "layer_fields", "num_first_tokens", "dictionary_distance",
-        "max_rotary_position", "rope_theta", "dictionary",
+        "num_hidden_layers", "layer_pattern", "layer_fields", "num_first_tokens",
+        "dictionary_distance", "max_rotary_position", "rope_theta", "dictionary", "rms_norm_eps",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names}
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Model and tokenizer, beside their folder first, then renamed onto it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{MODEL_FOLDER}.partial"
-    shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
-    beside.rename(folder / MODEL_FOLDER)

@@ -1,9 +1,11 @@
 """The weights of a Llama-type model of transformers in a model of ours, layer by layer."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from ovq.conversion.layers import CHUNK, LayerPlan, layer_fields
 from ovq.models import OVQConfig, OVQForCausalLM
@@ -69,18 +71,25 @@ def converted_config(
         "share_of_slots": share_of_slots,
         "head_dim": head_dim,
     }
+    own = {
+        "layer_pattern": [layer.name for layer in layers],
+        "layer_fields": [layer_fields(layer, **sizes) for layer in layers],
+        "dictionary": {"num_centroids": 1, "chunk_size": CHUNK} | RULE,
+        "num_first_tokens": num_first_tokens,
+        "dictionary_distance": distance,
+    }
     same: dict[str, Any] = {name: getattr(source, name, None) for name in _SAME}
-    return OVQConfig(
-        **same,
-        head_dim=head_dim,
-        rope_theta=float(rope["rope_theta"]),
-        max_rotary_position=source.max_position_embeddings - 1,
-        layer_pattern=[layer.name for layer in layers],
-        layer_fields=[layer_fields(layer, **sizes) for layer in layers],
-        dictionary={"num_centroids": 1, "chunk_size": CHUNK} | RULE,
-        num_first_tokens=num_first_tokens,
-        dictionary_distance=distance,
-    )
+    try:
+        return OVQConfig(
+            **same,
+            **own,
+            head_dim=head_dim,
+            rope_theta=float(rope["rope_theta"]),
+            max_rotary_position=source.max_position_embeddings - 1,
+        )
+    except (StrictDataclassError, TypeError, LookupError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"SOURCE must have a Llama-type configuration, got {reason}") from None
 
 
 def convert(source: Any, config: OVQConfig) -> OVQForCausalLM:
@@ -99,12 +108,17 @@ def convert(source: Any, config: OVQConfig) -> OVQForCausalLM:
         name.replace(".self_attn.", ".mixer."): tensor
         for name, tensor in source.state_dict().items()
     }
+    head = renamed.get("lm_head.weight")
+    same = head is None or torch.equal(head, renamed["model.embed_tokens.weight"])
+    if config.tie_word_embeddings and not same:
+        config = deepcopy(config)  # transformers keeps both, whatever the configuration says
+        config.tie_word_embeddings = False
     with torch.device("meta"):  # whose weights are all replaced
         model = OVQForCausalLM(config)
     own = model.state_dict()
     for name, tensor in own.items():
         if name.endswith(".dictionary_bias"):
-            renamed[name] = torch.zeros(tensor.shape, dtype=source.dtype)
+            renamed[name] = torch.zeros(tensor.shape, dtype=source.dtype, device=source.device)
     unlike = {
         name for name in own.keys() & renamed.keys() if own[name].shape != renamed[name].shape
     }
@@ -113,4 +127,5 @@ def convert(source: Any, config: OVQConfig) -> OVQForCausalLM:
         raise ValueError(f"SOURCE must have the weights of a Llama-type model, got {min(unlike)}")
     model.load_state_dict({n: t.clone() for n, t in renamed.items()}, assign=True)
     model.tie_weights()
+    model.generation_config = deepcopy(source.generation_config)
     return model.eval()

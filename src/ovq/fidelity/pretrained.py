@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ovq.fidelity.distributions import Sample
 from ovq.fidelity.record import Data
+from ovq.loading import damage_refused
 from ovq.runs import digest
 
 _NAME = "ovq_capture"
@@ -53,40 +53,51 @@ def load_pretrained(source: str) -> tuple[Any, Any]:
             queries and keys.
         ImportError: a ``.gguf`` file, and the package gguf is not installed.
     """
-    from safetensors import SafetensorError
-
     place, file = _resolve(source)
-    try:
-        with _quiet():
-            model, tokenizer, missing = _load(place, file)
-    # What a damaged file raises depends on where it is cut.
-    except (
-        OSError, ValueError, LookupError, RuntimeError, struct.error, SafetensorError,
-    ) as error:  # fmt: skip
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"model must be a folder, a name or a .gguf file that transformers loads, got "
-            f"{source}: {reason}"
-        ) from None
+    rule = f"model must be a folder, a name or a .gguf file that transformers loads, got {source}"
+    with damage_refused(rule), _quiet():
+        if file is not None:
+            _check_gguf(Path(place) / file)
+        model, tokenizer, found = _load(place, file)
     layers = getattr(model.base_model, "layers", [])
     if not len(layers) or any(not hasattr(_attention(layer), "k_proj") for layer in layers):
         raise ValueError(f"model must be of the Llama type, with q_proj and k_proj, got {source}")
-    if missing:
-        raise ValueError(
-            f"model must hold all its weights, got {source} without {sorted(missing)[0]}"
-        )
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if found[kind]:
+            name = min(str(key) for key in found[kind])
+            raise ValueError(
+                f"model must hold all its weights and no others, got {source} with "
+                f"{kind.replace('_keys', '')} {name}"
+            )
     return model.eval(), tokenizer
 
 
-def _load(place: str, file: str | None) -> tuple[Any, Any, set[str]]:
-    """Model, tokenizer, and the weights that were not there."""
+def _load(place: str, file: str | None) -> tuple[Any, Any, dict[str, Any]]:
+    """Model, tokenizer, and what of the weights was not as the configuration has it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        place, gguf_file=file, dtype=torch.float32, output_loading_info=True
-    )
+        place, gguf_file=file, dtype=torch.float32, output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
     model, found = loaded
-    return model, AutoTokenizer.from_pretrained(place, gguf_file=file), found["missing_keys"]
+    return model, AutoTokenizer.from_pretrained(place, gguf_file=file), found
+
+
+def _check_gguf(path: Path) -> None:
+    """Raise a ``ValueError`` where transformers would leave out what the file holds.
+
+    Seen with transformers 5.24: it maps neither scaled rotary positions nor biases of Llama's.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    for name, held in reader.fields.items():
+        if name.endswith(".rope.scaling.type") and held.contents() != "none":
+            raise ValueError(f"plain rotary positions are read, not {name} {held.contents()!r}")
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight" or tensor.name.endswith(".bias"):
+            raise ValueError(f"transformers leaves {tensor.name} out")
 
 
 @contextmanager
@@ -123,14 +134,30 @@ def fingerprint(source: str, text: Path) -> Data:
         ValueError, ImportError: as :func:`load_pretrained`, of the place alone.
         OSError: the text cannot be read.
     """
+    return {"text": _about(text)} | files_of(source)
+
+
+def files_of(source: str) -> Data:
+    """Bytes and digest of a model's files; of none, where transformers fetches it by its name.
+
+    Args:
+        source: as :func:`load_pretrained` takes it.
+
+    Raises:
+        ValueError, ImportError: as :func:`load_pretrained`, of the place alone.
+    """
     place, file = _resolve(source)
     folder = Path(place)
     files = [folder / file] if file is not None else sorted(folder.glob("*"))
-    found = {f"model/{path.name}": path for path in files if path.is_file() and path.suffix in READ}
     return {
-        name: {"bytes": path.stat().st_size, "sha256": digest(path)}
-        for name, path in ({"text": text} | found).items()
+        f"model/{path.name}": _about(path)
+        for path in files
+        if path.is_file() and path.suffix in READ
     }
+
+
+def _about(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def _resolve(source: str) -> tuple[str, str | None]:
@@ -143,7 +170,8 @@ def _resolve(source: str) -> tuple[str, str | None]:
             files = []
         path = next((Path(str(f.locate())) for f in files if f.suffix == ".gguf"), path)
     if path.suffix != ".gguf":
-        if not source or path.is_file():
+        is_place = source.startswith((".", "/", "~")) or source.count("/") > 1
+        if not source or path.is_file() or (is_place and not path.is_dir()):
             raise ValueError(f"model must be a folder, a name or a .gguf file, got {source!r}")
         return source, None
     if not path.is_file():

@@ -158,8 +158,8 @@ class OVQConfig(PreTrainedConfig):
 
         Args:
             config_dict: of the file.
-            **kwargs: fields to change, and options. ``dictionary`` may hold those of its fields
-                alone that change.
+            **kwargs: fields to change, in all layers, and options. ``dictionary`` may hold those of
+                its fields alone that change.
 
         Raises:
             ValueError: as the constructor.
@@ -168,6 +168,9 @@ class OVQConfig(PreTrainedConfig):
         saved, changed = config_dict.get("dictionary"), own.get("dictionary")
         if isinstance(saved, Mapping) and isinstance(changed, Mapping):
             own["dictionary"] = {**saved, **changed}
+        by_layer = config_dict.get("layer_fields")
+        if isinstance(by_layer, list) and "layer_fields" not in own:
+            own["layer_fields"] = [_changed_layer(fields, own, changed) for fields in by_layer]
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     def save_pretrained(
@@ -247,6 +250,16 @@ LAYER_FIELDS = (
     "block_size", "ssm_state_size",
 )  # fmt: skip
 OWN_FIELDS = frozenset(OVQConfig.__annotations__) - {"keys_to_ignore_at_inference"}
+
+
+def _changed_layer(fields: Any, own: Mapping[str, Any], dictionary: Any) -> Any:
+    """The fields of one layer, with those that a caller changes in all layers."""
+    if not isinstance(fields, Mapping):
+        return fields  # refused with the others
+    changed = {name: own.get(name, value) for name, value in fields.items()}
+    if isinstance(fields.get("dictionary"), Mapping) and isinstance(dictionary, Mapping):
+        changed["dictionary"] = {**fields["dictionary"], **dictionary}
+    return changed
 
 
 def dictionary_config(fields: Any) -> DictionaryConfig:

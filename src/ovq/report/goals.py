@@ -1,0 +1,187 @@
+"""The project's goals, and whether what was measured reaches them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ovq.report.scores import Score, Values
+
+MET, MISSED = "met", "missed"
+NOT_LEARNED, NOT_MEASURED = "baseline not learned", "not measured"
+
+GOAL_LENGTH = 65_536
+THIN = 32  # tokens a pair
+SHARES = {0.25: 0.97, 0.10: 0.90}  # of full attention's state, and of its accuracy
+LEARNED = 0.95  # full attention's accuracy where goals count
+FULL = ("full_attention_nope", "full_attention")
+OVQ = ("ovq", "ovq_paper")
+DENSE_STATES = ("linear_attention", "gated_delta_net", "mamba2")
+FUNCTIONS = 128
+TIMES_FORGOTTEN = 16  # tokens since A, in lengths of A
+KEPT = 0.90
+# Earlier examples from which on errors are compared: before, pooled least squares has no bound.
+FROM_EARLIER = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one goal came to.
+
+    Attributes:
+        goal: in words.
+        at: where it is asked.
+        is_goal: whether it is asked there, or shown on the way.
+        baseline: what it is measured against, in words.
+        measured: what ours was, in words.
+        verdict: one of the four.
+    """
+
+    goal: str
+    at: str
+    is_goal: bool = True
+    baseline: str = ""
+    measured: str = ""
+    verdict: str = NOT_MEASURED
+
+
+def verdicts(scores: Iterable[Score], first_length: int | None = None) -> list[Verdict]:
+    """What all goals came to.
+
+    Args:
+        scores: of all suites.
+        first_length: tokens of A in the suite on forgetting.
+    """
+    by_suite: dict[str, list[Score]] = {}
+    for score in scores:
+        by_suite.setdefault(score.suite, []).append(score)
+    return [
+        *(v for suite in ("recall", "positional") for v in _recall(suite, by_suite.get(suite, []))),
+        *_regression(by_suite.get("regression", [])),
+        _forgetting(by_suite.get("forgetting", []), first_length),
+    ]
+
+
+def _recall(suite: str, scores: Sequence[Score]) -> Iterator[Verdict]:
+    """Recall at the length that the goal is asked at, and at all that are measured."""
+    thin = [score for score in scores if score.changes.get("tokens_per_pair") == THIN]
+    lengths = {score.length for score in thin if score.results} | {GOAL_LENGTH}
+    for share, wanted in SHARES.items():
+        for length in sorted(lengths, reverse=True):
+            of_length = [score for score in thin if score.length == length]
+            goal = (
+                f"{suite}: {wanted:.0%} of full attention's accuracy with {share:.0%} of its state"
+            )
+            found = _recall_at(goal, length, of_length, share, wanted)
+            if found.is_goal or found.measured:
+                yield found
+
+
+def _recall_at(
+    goal: str, length: int, scores: Sequence[Score], share: float, wanted: float
+) -> Verdict:
+    asked = {"goal": goal, "at": f"{length:,} tokens", "is_goal": length == GOAL_LENGTH}
+    full = _best(score for score in scores if score.model in FULL)
+    if full is None:
+        return Verdict(**asked)
+    limit = share * (full.state_bytes or 0)
+    ours = _best(s for s in scores if s.model in OVQ and (s.state_bytes or limit + 1) <= limit)
+    baseline = f"{full.model} {full.accuracy}"
+    if ours is None:
+        return Verdict(**asked, baseline=baseline)
+    of_full, own = full.accuracy.mean or 0.0, ours.accuracy.mean or 0.0
+    held = (ours.state_bytes or 0) / (full.state_bytes or 1)
+    measured = (
+        f"{ours.label}: {ours.accuracy}, {own / max(of_full, 1e-9):.3f} of it with {held:.1%}"
+    )
+    verdict = _judge(of_full >= LEARNED, own >= wanted * of_full)
+    return Verdict(**asked, baseline=baseline, measured=measured, verdict=verdict)
+
+
+def _best(scores: Iterable[Score]) -> Score | None:
+    """That with the highest mean; ``None`` if none is measured."""
+    measured = [score for score in scores if score.accuracy.mean is not None]
+    return max(measured, key=lambda score: score.accuracy.mean or 0.0, default=None)
+
+
+def _judge(learned: bool, reached: bool) -> str:
+    return (MET if reached else MISSED) if learned else NOT_LEARNED
+
+
+def late_error(score: Score, oracle: str | None = None) -> Values:
+    """Squared error over questions after ``FROM_EARLIER`` examples of their function or more.
+
+    Args:
+        score: of regression.
+        oracle: a solver, in place of the model.
+    """
+
+    def pick(result):
+        late = [
+            group
+            for name, group in result.get("groups", {}).items()
+            if int(name.split()[0].split("-")[0]) >= FROM_EARLIER
+        ]
+        asked = sum(group["asked"] for group in late)
+        errors = [g["loss"] if oracle is None else g.get("oracles", {}).get(oracle) for g in late]
+        if not asked or None in errors:
+            return None
+        return sum(g["asked"] * error for g, error in zip(late, errors, strict=True)) / asked
+
+    return score.values(pick)
+
+
+def _regression(scores: Sequence[Score]) -> Iterator[Verdict]:
+    """One verdict a setting of ours."""
+    goal = f"regression: error within 5% of full attention's, {FUNCTIONS} functions"
+    most = [s for s in scores if s.changes.get("num_functions") == FUNCTIONS]
+    full = [s for s in most if s.model in FULL and late_error(s).mean is not None]
+    ours = [s for s in most if s.model in OVQ and late_error(s).mean is not None]
+    if not full or not ours:
+        yield Verdict(goal=goal, at=f"after {FROM_EARLIER} examples or more")
+        return
+    base = min(full, key=lambda score: late_error(score).mean or 0.0)
+    error = late_error(base).mean or 0.0
+    solved, pooled = (
+        late_error(base, name).mean or 0.0 for name in ("least_squares", "pooled_least_squares")
+    )
+    learned = error <= 2 * solved and error <= pooled / 2
+    baseline = f"{base.model} {late_error(base)}; least squares {solved:.3f}, pooled {pooled:.3f}"
+    for score in ours:
+        own = late_error(score).mean or 0.0
+        yield Verdict(
+            goal=goal, at=f"{score.length:,} tokens, after {FROM_EARLIER} examples or more",
+            baseline=baseline,
+            measured=f"{score.label}: {late_error(score)}, {own / max(error, 1e-9):.3f} of it",
+            verdict=_judge(learned, own <= 1.05 * error),
+        )  # fmt: skip
+
+
+def kept(scores: Sequence[Score], model: str, before: int, after: int) -> Values | None:
+    """The share of its score on A that a model keeps, by seed."""
+    found = {s.length: s for s in scores if s.model == model and s.length in (before, after)}
+    if len(found) < 2:
+        return None
+    first, last = (found[length].group("A").by_seed for length in (before, after))
+    shares = {seed: last[seed] / first[seed] for seed in last if first.get(seed)}
+    return Values(by_seed=shares, num_planned=found[after].num_planned) if shares else None
+
+
+def _forgetting(scores: Sequence[Score], first_length: int | None) -> Verdict:
+    goal = f"forgetting: OVQ keeps {KEPT:.0%} of its score on A, the best dense state less"
+    at = f"n = {TIMES_FORGOTTEN} lengths of A"
+    if first_length is None:
+        return Verdict(goal=goal, at=at)
+    before, after = first_length, (1 + TIMES_FORGOTTEN) * first_length
+    found = {model: kept(scores, model, before, after) for model in (*OVQ, *DENSE_STATES)}
+    shares = {model: values.mean for model, values in found.items() if values and values.mean}
+    ours = max((m for m in OVQ if m in shares), key=lambda m: shares[m], default=None)
+    dense = max((m for m in DENSE_STATES if m in shares), key=lambda m: shares[m], default=None)
+    full = [s.group("A").mean or 0.0 for s in scores if s.model in FULL and s.length == after]
+    if ours is None or dense is None or not full:
+        return Verdict(goal=goal, at=at)
+    reached = shares[ours] >= KEPT and shares[dense] < KEPT
+    return Verdict(
+        goal=goal, at=at,
+        baseline=f"{dense} keeps {found[dense]}; full attention's score {max(full):.3f}",
+        measured=f"{ours} keeps {found[ours]}",
+        verdict=_judge(max(full) >= LEARNED, reached),
+    )  # fmt: skip

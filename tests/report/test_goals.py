@@ -1,0 +1,117 @@
+"""Verdicts follow from what was measured, by the rules that the goals are written with."""
+
+import pytest
+
+from ovq.report.goals import MET, MISSED, NOT_LEARNED, NOT_MEASURED, verdicts
+from ovq.report.records import read_suite
+from ovq.report.scores import scores_of
+
+from .written import (
+    FULL,
+    OURS,
+    forgetting_result,
+    recall_result,
+    regression_result,
+    write_forgetting,
+    write_recall,
+    write_regression,
+)
+
+
+def goals(path, first_length=None):
+    """The verdicts on what is asked of a suite, by what is asked and where."""
+    suite = read_suite(path)
+    found = verdicts(scores_of(suite), first_length)
+    return {v.goal: v for v in found if v.is_goal and v.goal.startswith(suite.name)}
+
+
+def judged(path, first_length=None):
+    return [verdict.verdict for verdict in goals(path, first_length).values()]
+
+
+def changed(result, model, **fields):
+    """The same, with other figures of one model."""
+    return lambda name, seed, asked: result(name, seed, asked) | (fields if name == model else {})
+
+
+def test_recall_is_judged_by_shares_of_accuracy_and_of_state(tmp_path):
+    found = list(goals(write_recall(tmp_path)).values())
+    assert [verdict.verdict for verdict in found] == [MET, MISSED]  # 0.97 and 0.8 of 0.99
+    assert found[0].measured == "ovq, 25%: 0.970 ± 0.001, 0.980 of it with 24.0%"
+    assert found[0].baseline == "full_attention_nope 0.990 ± 0.001"
+
+
+@pytest.mark.parametrize("name", ["recall", "positional"])
+def test_recall_counts_where_full_attention_has_learned_it(tmp_path, name):
+    weak = changed(recall_result, FULL, accuracy=0.94)
+    assert judged(write_recall(tmp_path, name, measure=weak)) == [NOT_LEARNED, NOT_LEARNED]
+
+
+def test_more_state_than_the_goal_allows_does_not_count(tmp_path):
+    large = changed(recall_result, OURS, accuracy=0.99, state_bytes=251)
+    assert judged(write_recall(tmp_path, measure=large)) == [NOT_MEASURED, NOT_MEASURED]
+
+
+def test_the_goal_is_asked_at_its_length_alone(tmp_path):
+    def short(model, seed, asked):
+        return recall_result(model, seed, asked) if asked["length"] == 128 else None
+
+    suite = read_suite(write_recall(tmp_path, measure=short))
+    found = [v for v in verdicts(scores_of(suite)) if v.goal.startswith("recall")]
+    assert [(v.at, v.verdict) for v in found if v.is_goal] == [("65,536 tokens", NOT_MEASURED)] * 2
+    shorter = [(v.at, v.verdict) for v in found if not v.is_goal]
+    assert shorter == [("128 tokens", MET), ("128 tokens", MISSED)]
+
+
+def test_nothing_measured_is_no_verdict():
+    assert {verdict.verdict for verdict in verdicts([])} == {NOT_MEASURED}
+
+
+def worse(model, late):
+    """Regression with another error of one model where the goal looks."""
+
+    def measure(name, seed, asked):
+        result = regression_result(name, seed, asked)
+        if name == model:
+            for group in ("2-3 earlier", "4-7 earlier"):
+                result["groups"][group]["loss"] = late
+        return result
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("measure", "verdict"),
+    [
+        (regression_result, MET),  # 0.104 against 0.100
+        (worse(OURS, 0.106), MISSED),
+        (worse(FULL, 0.121), NOT_LEARNED),  # more than twice that of least squares, 0.06
+    ],
+)
+def test_regression_is_judged_where_pooled_least_squares_is_bounded(tmp_path, measure, verdict):
+    assert judged(write_regression(tmp_path, measure)) == [verdict]
+
+
+def kept(model, score):
+    """Forgetting with another last score of one model."""
+
+    def measure(name, seed, asked):
+        result = forgetting_result(name, seed, asked)
+        if name == model and asked["length"] > 64:
+            result["groups"]["A"]["accuracy"] = score
+        return result
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("measure", "verdict"),
+    [
+        (forgetting_result, MET),
+        (kept(OURS, 0.71), MISSED),
+        (kept("linear_attention", 0.79), MISSED),  # it must keep less
+        (kept(FULL, 0.9), NOT_LEARNED),
+    ],
+)
+def test_forgetting_is_judged_by_what_is_kept(tmp_path, measure, verdict):
+    assert judged(write_forgetting(tmp_path, measure), first_length=64) == [verdict]
