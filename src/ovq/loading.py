@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -47,7 +48,7 @@ def damage_refused(rule: str) -> Iterator[None]:
     except ImportError:  # a package that is not installed is no damage
         raise
     except Exception as error:  # noqa: BLE001  depends on where the file is cut
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
         raise ValueError(f"{rule}: {reason}") from None
 
 
@@ -70,7 +71,11 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
 
 
 class TokenizerCodec:
-    """A tokenizer of transformers, with no marks of its own before or after a text."""
+    """A tokenizer of transformers.
+
+    ``encode`` and ``decode`` put no marks around a text, of which it may be a part;
+    :func:`at_start` puts the one before a text that the tokenizer would.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -93,6 +98,23 @@ class TokenizerCodec:
     def decode(self, ids: Int64[Tensor, " T"] | Sequence[int]) -> str:
         """The text of ids ``[T]``."""
         return self.tokenizer.decode(torch.as_tensor(ids).tolist())
+
+
+def at_start(codec: Codec, ids: Int64[Tensor, " T"]) -> Int64[Tensor, " U"]:
+    """The ids of a text's beginning, after the mark that pretraining put before texts.
+
+    Args:
+        codec: what made the ids.
+        ids: ``[T]``.
+
+    Returns:
+        ``[T + 1]`` if the codec is a tokenizer that begins with ``bos_token``, else the ids.
+    """
+    if not isinstance(codec, TokenizerCodec):
+        return ids
+    mark = codec.tokenizer.bos_token_id
+    marks = codec.tokenizer("", verbose=False).input_ids[:1]
+    return torch.cat([torch.tensor(marks, dtype=ids.dtype), ids]) if marks == [mark] else ids
 
 
 def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM | OVQForRegression]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ovq.loading import Codec
+from ovq.loading import Codec, at_start
 from ovq.models.cache import CACHE_FIELD
 from ovq.run_config import environment
 from ovq.runs import command_line, finite, read_json, write_text
@@ -88,10 +88,15 @@ def check_lengths(lengths: Sequence[int]) -> None:
 
 
 def first_tokens(codec: Codec, text: str, length: int) -> Int[Tensor, " T"]:
-    """The tokens of a text's start, at least ``length`` of them if the text has so many."""
+    """The tokens of a text's start, at least ``length`` of them if the text has so many.
+
+    The mark that the tokenizer puts before texts is the first of them.
+    """
     start = text[: 16 * length]  # enough but for odd texts
-    ids = codec.encode(start)
-    return ids if len(ids) >= length or len(start) == len(text) else codec.encode(text)
+    ids = at_start(codec, codec.encode(start))
+    if len(ids) >= length or len(start) == len(text):
+        return ids
+    return at_start(codec, codec.encode(text))
 
 
 def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int]) -> dict[str, Any]:
@@ -190,11 +195,13 @@ def perplexity_of(nll: float | None) -> float:
 def _above(model: dict[str, Any], first: dict[str, Any], length: int) -> str:
     """The mean difference in thousandths of a nat, and its standard error over whole blocks."""
     number = (length - 1) // BLOCK
-    if model is first or number < 2:
+    if model is first:
         return "-"
     blocks = _values(model["nll_of_blocks"]) - _values(first["nll_of_blocks"])
-    error = blocks[:number].std() / number**0.5
     mean = _values([model["nll"][str(length)]]) - _values([first["nll"][str(length)]])
+    if number < 2:
+        return f"{1e3 * mean.item():.1f}"
+    error = blocks[:number].std() / number**0.5
     return f"{1e3 * mean.item():.1f} ± {1e3 * error.item():.1f}"
 
 

@@ -192,5 +192,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     path = Path(folder) / RUN_FILE
     if not path.is_file():
-        raise ValueError(f"RUN must be a run folder with a {RUN_FILE}, got {folder}")
+        is_model = (Path(folder) / "config.json").is_file()
+        hint = "; `ovq convert` makes a run of a pretrained model" if is_model else ""
+        raise ValueError(f"RUN must be a run folder with a {RUN_FILE}, got {folder}{hint}")
     return read_json(path, "RUN", RUN_FORMAT, RUN_VERSION, {"config": dict, "status": str})

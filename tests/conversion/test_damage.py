@@ -16,6 +16,7 @@ from ovq.fidelity.pretrained import _check_gguf, load_pretrained
 from ovq.loading import damage_refused, load_text_model, save_model
 from ovq.models import OVQForCausalLM
 from ovq.perplexity import first_tokens, keep, read_record, table
+from ovq.tasks.tokenization import END_OF_TEXT
 from tests.conversion.conftest import make_source
 from tests.test_cli import bad_input, invoke
 
@@ -94,7 +95,7 @@ def test_weights_that_end_before_they_begin_are_refused(source):
 @pytest.mark.plain
 def test_what_libraries_raise_is_one_line_but_for_missing_packages():
     for error in (EOFError(), AssertionError("a\nb"), Exception("odd")):
-        expected = pytest.raises(ValueError, match=r"^x must be whole: (EOFError|a|odd)$")
+        expected = pytest.raises(ValueError, match=r"^x must be whole: (EOFError|a b|odd)$")
         with expected, damage_refused("x must be whole"):
             raise error
     with pytest.raises(ImportError), damage_refused("x must be whole"):
@@ -326,10 +327,61 @@ def test_no_file_but_its_own_is_written_over(run, tmp_path):
         assert said in bad_input("perplexity", run, *options)
     assert notes.read_text() == "precious"
     assert "lengths must rise" in bad_input("perplexity", run, "--file", text, "--lengths", "")
+    short = bad_input("perplexity", run, "--file", text, "--lengths", "900,100")
+    assert "--lengths must be at most the 225 tokens" in short
+    nothing = bad_input("perplexity", run, tmp_path / "nothing", "--file", text, "--lengths", 99)
+    assert "RUN must be a run folder" in nothing
+    assert "--file must be a file" in bad_input("perplexity", run, "--file", tmp_path / "nothing")
+    model = bad_input("perplexity", run / "model", "--file", text, "--lengths", 99)
+    assert "`ovq convert` makes a run" in model
 
 
 def test_what_a_conversion_says_of_its_options_and_layers(source, tmp_path):
     options = (source, "--pattern", "sliding_window,full_attention", "-o", tmp_path / "run")
+    nothing = bad_input("convert", *options, "--distill", tmp_path / "nowhere")
+    assert "texts must be 'kjv' or a folder of .txt files" in nothing
     assert "go with --distill only" in bad_input("convert", *options, "--distill-steps", 3)
     done = invoke("convert", *options)
-    assert "2 sliding_window of 1,024, 1 full_attention" in done.stdout, done.output
+    assert (
+        "in order: 1 sliding_window of 1,024, 1 full_attention, 1 sliding_window" in done.stdout
+    ), done.output
+
+
+def test_the_mark_that_a_tokenizer_puts_before_texts(source, tmp_path):
+    path = source / "tokenizer.json"
+    convert_to_run(str(source), PLAN, tmp_path / "without")
+    tokenizer, text = json.loads(path.read_text()), tmp_path / "book.txt"
+    mark = {"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    number = load_text_model(tmp_path / "without")[1].tokenizer.bos_token_id
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [mark, first], "pair": [mark, first, second],
+        "special_tokens": {
+            END_OF_TEXT: {"id": END_OF_TEXT, "ids": [number], "tokens": [END_OF_TEXT]}
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps(tokenizer))
+    convert_to_run(str(source), PLAN, tmp_path / "with")
+    text.write_text("it was the best of times")
+    for name, number in (("without", 24), ("with", 25)):
+        codec = load_text_model(tmp_path / name)[1]
+        assert codec.encode(text.read_text()).shape == (24,)
+        assert first_tokens(codec, text.read_text(), 5).shape == (number,)
+        output = tmp_path / "states" / f"{name}.state"
+        read = invoke("read", tmp_path / name, "--file", text, "-o", output)
+        assert f"after {number} tokens" in read.stdout, read.output
+        options = ("--prompt", "abc", "--max-new-tokens", 2)
+        fresh = invoke("generate", tmp_path / name, *options).stdout
+        assert f"after the {number - 21} tokens of the prompt" in fresh
+        on = invoke("generate", tmp_path / name, *options, "--state", output).stdout
+        assert f"after the {number + 3} tokens in all" in on
+
+
+def test_a_distillation_tells_what_it_gained(source, texts, tmp_path):
+    options = ("--pattern", "windowed_ovq:40", "--first-tokens", 2, "-o", tmp_path / "run")
+    distill = ("--distill", texts, "--distill-steps", 4, "--distill-length", 120)
+    done = invoke("convert", source, *options, *distill)
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert 0 <= run["divergence"]["after"] < run["divergence"]["before"]
+    for when, value in run["divergence"].items():
+        assert f"divergence from SOURCE {when} the fit: {value:.5f}" in done.stdout

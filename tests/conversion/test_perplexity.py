@@ -94,7 +94,7 @@ def test_the_command_goes_on_with_what_is_there(runs, tmp_path):
     assert "a file of format 'ovq-perplexity'" in foreign
     text.write_text("short")
     short = bad_input("perplexity", runs / PATTERNS[0], "--file", text, "--lengths", "100")
-    assert "text must have at least 100 tokens, got 5" in short
+    assert "--lengths must be at most the 5 tokens" in short
 
 
 def test_a_record_is_kept_model_by_model(tmp_path):

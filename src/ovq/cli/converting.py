@@ -1,9 +1,9 @@
 """Commands around pretrained models: convert one, and measure perplexity on a long text."""
 
-from collections import Counter
-from itertools import cycle, islice
+from collections.abc import Iterable
+from itertools import cycle, groupby, islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from ovq.cli.shared import (
     whole_numbers,
 )
 
+if TYPE_CHECKING:
+    from ovq.conversion import LayerPlan
+
 
 @app.command()
 @one_line_errors
@@ -34,8 +37,8 @@ def convert(
     pattern: Annotated[
         str,
         typer.Option(
-            help="Mixers, the tokens they hold, and layers in a row: "
-            "sliding_window_sinks:256*15,windowed_ovq:2048."
+            help="Mixers, the tokens they hold, and layers in a row, repeated over all layers: "
+            "windowed_ovq:512*2,full_attention."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The run folder.")],
@@ -53,7 +56,8 @@ def convert(
         int, typer.Option(min=0, help="Tokens between a query and the dictionary, for its RoPE.")
     ] = 2048,
     distill: Annotated[
-        Path | None, typer.Option(help="A folder of .txt files to fit the dictionaries' biases on.")
+        Path | None,
+        typer.Option(help="A folder of .txt files, or kjv, to fit the dictionaries' biases on."),
     ] = None,
     distill_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of that; 20 by default.")
@@ -63,7 +67,10 @@ def convert(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Put other mixers in the place of a pretrained model's attention, and keep its weights."""
+    """Put other mixers in the place of a pretrained model's attention, and keep its weights.
+
+    They are written in float32, whatever they are in.
+    """
     from ovq.runs import check_output_folder
 
     check_output_folder(output)
@@ -84,12 +91,23 @@ def convert(
             update(done, total, last=f"{divergence:.5f} nats")
 
         run = convert_to_run(source, plan, output, progress)
-    layers = Counter(islice(cycle(plan.layers), run["config"]["model"]["num_hidden_layers"]))
-    told = (f"{n} {x.name}" + (f" of {x.tokens:,}" if x.tokens else "") for x, n in layers.items())
+    for line in run.get("divergence", {}).items():
+        console.print("divergence from SOURCE {} the fit: {:.5f} nats a token".format(*line))
+    layers = islice(cycle(plan.layers), run["config"]["model"]["num_hidden_layers"])
     console.print(
-        f"{output}: {run['num_parameters']:,} parameters of {source}, in layers {', '.join(told)}",
+        f"{output}: {run['num_parameters']:,} parameters of {source}; layers in order: "
+        f"{_in_order(layers)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _in_order(layers: Iterable["LayerPlan"]) -> str:
+    """Layers in words, those of one kind in a row together."""
+    rows = ((layer, sum(1 for _ in same)) for layer, same in groupby(layers))
+    return ", ".join(
+        f"{number} {layer.name}" + (f" of {layer.tokens:,}" if layer.tokens else "")
+        for layer, number in rows
+    )
 
 
 @app.command()
@@ -107,7 +125,8 @@ def perplexity(
 ) -> None:
     """Perplexity of a long text, read once from its start; goes on if interrupted.
 
-    No mark is put before the text, whatever the tokenizer would do.
+    Beside it, how far each model's mean loss is above the first one's, in thousandths of a nat a
+    token, with the standard error over blocks of 256 tokens.
     """
     from ovq.runs import check_output_file, distinct_folders, read_run, write_text
 
@@ -127,11 +146,11 @@ def perplexity(
         table,
     )
 
-    numbers, text = whole_numbers("lengths", lengths), read_text("file", file)
+    numbers, text = sorted({*whole_numbers("lengths", lengths)}), read_text("file", file)
     check_lengths(numbers)
+    read = {folder: read_run(folder) for folder in distinct_folders(runs)}
     record = read_record(output, file.name, text, numbers)
-    for folder in distinct_folders(runs):
-        run = read_run(folder)
+    for folder, run in read.items():
         about = {"weights": run.get("weights"), "model": run["config"].get("model")}
         if about.items() <= record["models"].get(str(folder), {}).items():
             console.print(f"{folder}: measured before", markup=False, soft_wrap=True)
@@ -140,6 +159,8 @@ def perplexity(
             console.print(f"{folder}: measured anew, since it has changed", markup=False)
         model, codec = load_text_model(folder)
         ids = first_tokens(codec, text, numbers[-1])
+        if len(ids) < numbers[-1]:
+            raise ValueError(f"--lengths must be at most the {len(ids):,} tokens of {file}")
         check_tokens(record, str(folder), ids)
         with progress_bar(str(folder)) as update:
             measured = measure(model, ids, numbers, update)

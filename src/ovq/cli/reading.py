@@ -49,7 +49,7 @@ def generate(
         )
     from ovq.evaluate import generate as continue_prompt
     from ovq.evaluate import held_out_tokens
-    from ovq.loading import load_run, load_text_model
+    from ovq.loading import at_start, load_run, load_text_model
     from ovq.reading import Reading
 
     set_up(threads)
@@ -58,6 +58,7 @@ def generate(
     reading = Reading() if state is None else Reading.load(state, model=model)
     if held_out is None:
         ids = codec.encode(text or "")
+        ids = ids if reading.sources else at_start(codec, ids)
     else:
         ids = held_out_tokens(load_run(run)[0].task, held_out)
     with console.status(f"{len(ids):,} tokens of prompt, then {max_new_tokens:,} new ones"):
@@ -106,15 +107,17 @@ def read(
         if path is not None:
             check_output_file(path)
     set_up(threads)
-    from ovq.loading import load_text_model
+    from ovq.loading import at_start, load_text_model
     from ovq.reading import ReadingInterruptedError, begin_reading, check_output, read_to_file
     from ovq.reading_report import record_of, summary
 
     check_output(output, state)
+    output.parent.mkdir(parents=True, exist_ok=True)
     text = read_text("file", file)
     model, codec = load_text_model(run)
     with console.status(f"the tokens of {file.name}"):
-        ids = codec.encode(text)[:max_tokens]
+        ids = codec.encode(text)
+        ids = (ids if state is not None else at_start(codec, ids))[:max_tokens]
     begin = begin_reading(model, state, name=file.name, text=text, num_tokens=len(ids))
     begun = time.perf_counter()
     try:

@@ -153,6 +153,8 @@ def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 
 def read_text(name: str, path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"--{name.replace('_', '-')} must be a file that is there, got {path}")
     data = path.read_bytes()
     try:
         return data.decode("utf-8")

@@ -46,7 +46,7 @@ def parse_pattern(text: str, tokens: int) -> list[LayerPlan]:
         if match is None or match[1] not in LAYERS or (match[1] == LAYERS[0] and match[2]):
             raise ValueError(
                 f"pattern must hold the mixers {', '.join(LAYERS)}, with tokens and counts such as "
-                f"windowed_ovq:512*3, got {part.strip()!r}"
+                f"windowed_ovq:512*3 or full_attention*3, which holds all, got {part.strip()!r}"
             )
         held = None if match[1] == "full_attention" else int(match[2] or tokens)
         if held is not None and held > LONGEST:

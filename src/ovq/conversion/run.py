@@ -5,11 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ovq.conversion.distill import Progress, distill, windows
+import torch
+
+from ovq.conversion.distill import Progress, distill, divergence, windows
 from ovq.conversion.layers import LayerPlan, parse_pattern
 from ovq.conversion.weights import convert, converted_config
 from ovq.fidelity.pretrained import files_of, load_pretrained
-from ovq.loading import TokenizerCodec, save_model
+from ovq.loading import TokenizerCodec, at_start, save_model
 from ovq.run_config import environment
 from ovq.runs import (
     MODEL_FOLDER,
@@ -22,7 +24,7 @@ from ovq.runs import (
     weights_digests,
     write_run,
 )
-from ovq.tasks.corpus import fingerprint, read_corpus
+from ovq.tasks.corpus import KJV, fingerprint, read_corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ def convert_to_run(
         ImportError: a ``.gguf`` file, and the package gguf is not installed.
     """
     wanted = {"source": source, **asdict(plan)}
+    if plan.texts is not None and plan.texts != KJV and not Path(plan.texts).is_dir():
+        raise ValueError(f"texts must be {KJV!r} or a folder of .txt files, got {plan.texts}")
     data = files_of(source) | ({} if plan.texts is None else fingerprint(plan.texts))
     done = _check_folder(folder, wanted, data)
     if done is not None:
@@ -117,12 +121,20 @@ def convert_to_run(
     }
     if plan.texts is not None:
         text = "\n\n".join(text for _, text in read_corpus(plan.texts))
-        ids = TokenizerCodec(tokenizer).encode(text)
-        pieces = windows(ids, plan.distill_length, plan.distill_steps)
+        codec = TokenizerCodec(tokenizer)
+        pieces = [
+            at_start(codec, ids)[: plan.distill_length]
+            for ids in windows(codec.encode(text), plan.distill_length, plan.distill_steps)
+        ]
+        with torch.no_grad():
+            before = divergence(model, pretrained, pieces[0], plan.num_exact).item()
         run["divergences"] = distill(
-            model, pretrained, pieces, num_steps=plan.distill_steps,
+            model, pretrained, iter(pieces), num_steps=plan.distill_steps,
             first=plan.num_exact, progress=progress,
         )  # fmt: skip
+        with torch.no_grad():
+            after = divergence(model, pretrained, pieces[0], plan.num_exact).item()
+        run["divergence"] = {"before": before, "after": after}  # of the first piece
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, folder / MODEL_FOLDER)
     run |= {"weights": weights_digests(folder), "status": "done"}

@@ -67,8 +67,9 @@ class OVQCache:
         """Columns of token ids read so far, the same for every layer."""
         return self.num_columns
 
-    def select_rows(self, rows: Int[Tensor, " R"]) -> "OVQCache":
+    def select_rows(self, rows: Int[Tensor, " R"] | Sequence[int]) -> "OVQCache":
         """The cache with its rows picked, and repeated, by index."""
+        rows = torch.as_tensor(rows)
         return OVQCache([state.select_rows(rows) for state in self.states], self.num_columns)
 
     def reorder_cache(self, beam_idx: Int[Tensor, " R"]) -> None:

@@ -26,6 +26,8 @@ def read_results(folders: list[Path]) -> list[dict[str, Any]]:
         results = run.get("evaluation", {}).get("results", [])
         if not results:
             rule, next_step = "evaluated first", f"run `ovq evaluate {folder}`"
+            if "conversion" in run["config"]:
+                rule, next_step = "trained on a task", "for a converted one see `ovq perplexity`"
             if run["status"] != "done":
                 rule, next_step = "done and evaluated", "the command that trains it goes on"
             raise ValueError(
