@@ -1,5 +1,7 @@
 """A Llama-type model with random weights and a tokenizer of bytes, in a folder."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,14 +20,18 @@ def make_source(**changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
 
 
-@pytest.fixture(scope="session")
-def source_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
+def save_source(folder: Path) -> None:
     make_source().save_pretrained(folder)
     PreTrainedTokenizerFast(
         tokenizer_object=with_end_of_text(byte_tokenizer()), bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
     ).save_pretrained(folder)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def source_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    save_source(folder)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The page on state files is a transcript: its commands and its code say what it shows."""
+"""Pages that are transcripts: their commands and their code say what they show."""
 
 import doctest
 import random
@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import ovq.models
 from ovq.cli import app
 from ovq.models.cache import CACHE_FIELD
+from tests.conversion.conftest import save_source
 
-PAGE = (Path(__file__).parents[1] / "docs/state_files.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(console|python|text)\n(.*?)```", PAGE, flags=re.DOTALL)
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def words(count: int, seed: int) -> str:
@@ -24,15 +24,12 @@ def words(count: int, seed: int) -> str:
     return " ".join(rng.choices(some, k=count))[:count]
 
 
-@pytest.mark.plain  # the commands run as users run them
-def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books/first.txt").write_text(words(12_000, 1))
-    (tmp_path / "books/second.txt").write_text(words(9_000, 2))
+def follow(name: str, capsys) -> dict:
+    """Do what a page says and check what it shows; the names that its code made."""
+    page = (DOCS / name).read_text(encoding="utf-8")
     names: dict = {"__name__": "page"}
     printed = ""
-    for kind, block in BLOCKS:
+    for kind, block in re.findall(r"```(console|python|text)\n(.*?)```", page, flags=re.DOTALL):
         if kind == "console":
             for command, expected in re.findall(r"^\$ ovq (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
                 result = CliRunner().invoke(app, shlex.split(command))
@@ -41,12 +38,31 @@ def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
         elif kind == "python":
             # The argument has another name before transformers 5.24.
             code = block.replace("cache=memory.as_prefix()", f"{CACHE_FIELD}=memory.as_prefix()")
-            exec(compile(code, "docs/state_files.md", "exec"), names)
+            exec(compile(code, f"docs/{name}", "exec"), names)
             printed = capsys.readouterr().out
         else:
             check(block, printed)
+    return names
+
+
+@pytest.mark.plain  # the commands run as users run them
+def test_the_page_on_state_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books/first.txt").write_text(words(12_000, 1))
+    (tmp_path / "books/second.txt").write_text(words(9_000, 2))
+    names = follow("state_files.md", capsys)
     assert {"both.state", "later.state"} <= {path.name for path in tmp_path.iterdir()}
     assert "18,009 tokens in 800,832 bytes" in printed_by_the_code(names)
+
+
+@pytest.mark.plain
+def test_the_page_on_pretrained_models(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_source(tmp_path / "source")
+    (tmp_path / "book.txt").write_text(words(600, 1))
+    follow("pretrained.md", capsys)
+    assert (tmp_path / "book.md").read_text().count("\n") == 4
 
 
 def printed_by_the_code(names: dict) -> str:
