@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from textwrap import shorten
 from typing import Any
 
 from torch import Tensor
@@ -114,7 +115,8 @@ def load_states(path: str | PathLike, *, model: PreTrainedModel) -> StateFile:
         difference = Fingerprint.of(model).difference(about["model"])
         if difference is not None:
             raise ValueError(
-                f"path must hold a state of this model, got {path} made with {difference}"
+                f"path must hold a state of this model, got {path} made with "
+                f"{shorten(difference, 200, placeholder=' ...')}"
             )
 
     file = StateFile.load(path, set().union(*map(state_classes, wanted)), check)
