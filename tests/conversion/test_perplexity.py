@@ -10,8 +10,11 @@ import torch
 
 import ovq.perplexity as module
 from ovq.conversion import Conversion, convert_to_run
+from ovq.harness.results import read_results
+from ovq.harness.results import table as scores_table
 from ovq.loading import load_text_model
 from ovq.perplexity import keep, markdown, measure, read_record, table, token_losses
+from ovq.report import markdown_table
 from tests.test_cli import bad_input, invoke
 
 PATTERNS = ("full_attention", "sliding_window_sinks", "windowed_ovq")
@@ -117,6 +120,20 @@ def test_the_table_of_the_results_is_the_records():
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert len(record["models"]) == 5
     assert f"<!-- from moby_dick.json -->\n{markdown(record)}<!-- end -->" in page
+
+
+def test_the_scores_of_the_results_are_the_records():
+    folder = Path(__file__).parents[2] / "results/convert"
+    results = read_results(folder / "multiple_choice.json")
+    columns, rows = scores_table(results)
+    shown = markdown_table(columns[:-1], [row[:-1] for row in rows])
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- from multiple_choice.json -->\n{shown}<!-- end -->" in page
+    by_model = {name: [r["metrics"] for r in results if r["model"] == name] for name in
+                ("smollm2-135m", "runs/ovq")}  # fmt: skip
+    assert len(by_model["runs/ovq"]) == 7
+    for source, ours in zip(*by_model.values(), strict=True):
+        assert source["acc"] == pytest.approx(ours["acc"], abs=0.01)
 
 
 def test_convert_from_the_command_line(source_folder, tmp_path):
