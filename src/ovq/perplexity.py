@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ovq.loading import Codec, at_start
 from ovq.models.cache import CACHE_FIELD
+from ovq.report import markdown_table
 from ovq.run_config import environment
 from ovq.runs import command_line, finite, read_json, write_text
 
@@ -211,6 +212,4 @@ def _values(kept: list[int | float | None]) -> Float[Tensor, " X"]:
 
 def markdown(record: dict[str, Any]) -> str:
     """The table in Markdown."""
-    columns, rows = table(record)
-    lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown_table(*table(record))
