@@ -37,6 +37,21 @@ def test_a_run_leaves_its_model_and_its_losses(done):
     assert RunConfig.from_dict(read_run(folder)["config"]) == tiny_run()
 
 
+def test_how_long_squared_gradients_are_remembered(done, tmp_path):
+    _, run = done
+    config = tiny_run()
+    long = replace(config, training=replace(config.training, adam_beta2=0.999))
+    losses = train(long, tmp_path / "run")["training"]["losses"]
+    assert losses[0] == run["training"]["losses"][0]
+    assert losses[-1] != run["training"]["losses"][-1]
+    old = config.to_dict()
+    del old["training"]["adam_beta2"]  # of a run before there was such a field
+    assert RunConfig.from_dict(old) == config
+    for beta2 in (1.0, -0.1):
+        with pytest.raises(ValueError, match=r"adam_beta2 must lie in \[0, 1\)"):
+            replace(config.training, adam_beta2=beta2)
+
+
 def test_no_pickle_is_left(done):
     folder, _ = done
     suffixes = {path.suffix for path in folder.rglob("*") if path.is_file()}

@@ -22,6 +22,8 @@ class TrainingConfig:
         learning_rate: peak, reached after ``warmup_steps``, then a cosine to zero.
         warmup_steps: steps of linear warm-up.
         weight_decay: of AdamW, not applied to norms and biases.
+        adam_beta2: of AdamW, in [0, 1): how long squared gradients are remembered. Tokens that come
+            rarely need long.
         curriculum: whether the task grows harder over the run, as it defines.
         save_every: steps between checkpoints.
         seed: of weights and data.
@@ -31,6 +33,9 @@ class TrainingConfig:
             memory.
         bf16: whether products are in bfloat16 (autocast).
         gradient_checkpointing: whether layers run once more in the backward, to save memory.
+
+    Raises:
+        ValueError: an ``adam_beta2`` out of its range.
     """
 
     num_steps: int
@@ -38,6 +43,7 @@ class TrainingConfig:
     learning_rate: float
     warmup_steps: int = 100
     weight_decay: float = 0.0
+    adam_beta2: float = 0.95
     curriculum: bool = False
     save_every: int = 250
     seed: int = 0
@@ -45,6 +51,10 @@ class TrainingConfig:
     accumulation_steps: int = 1
     bf16: bool = False
     gradient_checkpointing: bool = False
+
+    def __post_init__(self):
+        if not 0.0 <= self.adam_beta2 < 1.0:
+            raise ValueError(f"adam_beta2 must lie in [0, 1), got {self.adam_beta2}")
 
 
 @dataclass(frozen=True, kw_only=True)

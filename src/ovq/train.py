@@ -310,7 +310,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         warmup_steps=training.warmup_steps,
         lr_scheduler_type="cosine",
         weight_decay=training.weight_decay,
-        adam_beta2=0.95,
+        adam_beta2=training.adam_beta2,
         save_steps=training.save_every,
         logging_steps=1,
         logging_nan_inf_filter=False,
