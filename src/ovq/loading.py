@@ -117,6 +117,18 @@ def at_start(codec: Codec, ids: Int64[Tensor, " T"]) -> Int64[Tensor, " U"]:
     return torch.cat([torch.tensor(marks, dtype=ids.dtype), ids]) if marks == [mark] else ids
 
 
+def first_tokens(codec: Codec, text: str, length: int) -> Int64[Tensor, " T"]:
+    """The tokens of a text's start, at least ``length`` of them if the text has so many.
+
+    The mark that the tokenizer puts before texts is the first of them.
+    """
+    start = text[: 16 * length]  # enough but for odd texts
+    ids = at_start(codec, codec.encode(start))
+    if len(ids) >= length or len(start) == len(text):
+        return ids
+    return at_start(codec, codec.encode(text))
+
+
 def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM | OVQForRegression]:
     """The configuration and the model of a run that was trained on a task, ready to evaluate.
 

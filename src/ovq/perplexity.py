@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ovq.loading import Codec, at_start
 from ovq.models.cache import CACHE_FIELD
 from ovq.report import markdown_table
 from ovq.run_config import environment
@@ -86,18 +85,6 @@ def check_lengths(lengths: Sequence[int]) -> None:
     """Raise a ``ValueError`` unless lengths rise from 2 on."""
     if not lengths or lengths[0] < 2 or sorted(set(lengths)) != list(lengths):
         raise ValueError(f"lengths must rise from 2 or more, got {list(lengths)}")
-
-
-def first_tokens(codec: Codec, text: str, length: int) -> Int[Tensor, " T"]:
-    """The tokens of a text's start, at least ``length`` of them if the text has so many.
-
-    The mark that the tokenizer puts before texts is the first of them.
-    """
-    start = text[: 16 * length]  # enough but for odd texts
-    ids = at_start(codec, codec.encode(start))
-    if len(ids) >= length or len(start) == len(text):
-        return ids
-    return at_start(codec, codec.encode(text))
 
 
 def read_record(path: Path | None, name: str, text: str, lengths: Sequence[int]) -> dict[str, Any]:

@@ -93,7 +93,9 @@ def convert(
         run = convert_to_run(source, plan, output, progress)
     for line in run.get("divergence", {}).items():
         console.print("divergence from SOURCE {} the fit: {:.5f} nats a token".format(*line))
-    layers = islice(cycle(plan.layers), run["config"]["model"]["num_hidden_layers"])
+    # A run of before there was such a field tells the pattern once.
+    number = run["config"]["model"].get("num_hidden_layers", len(plan.layers))
+    layers = islice(cycle(plan.layers), number)
     console.print(
         f"{output}: {run['num_parameters']:,} parameters of {source}; layers in order: "
         f"{_in_order(layers)}",
@@ -134,11 +136,10 @@ def perplexity(
         check_output_file(output)
         _check_table(output, file)
     set_up(threads)
-    from ovq.loading import load_text_model
+    from ovq.loading import first_tokens, load_text_model
     from ovq.perplexity import (
         check_lengths,
         check_tokens,
-        first_tokens,
         keep,
         markdown,
         measure,

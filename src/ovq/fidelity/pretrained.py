@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ovq.fidelity.distributions import Sample
 from ovq.fidelity.record import Data
-from ovq.loading import damage_refused
+from ovq.loading import TokenizerCodec, damage_refused, first_tokens
 from ovq.runs import digest
 
 _NAME = "ovq_capture"
@@ -195,14 +195,10 @@ def encode(tokenizer: Any, text: str, length: int) -> Tensor:
     Raises:
         ValueError: the text has fewer.
     """
-    for characters in (16 * length, len(text)):  # a start of the text is enough but for odd ones
-        tokens = tokenizer(text[:characters], return_tensors="pt", verbose=False)
-        ids = tokens.input_ids[:, :length]
-        if ids.shape[1] == length or characters >= len(text):
-            break
-    if ids.shape[1] < length:
-        raise ValueError(f"text must have at least {length:,} tokens, got {ids.shape[1]:,}")
-    return ids
+    ids = first_tokens(TokenizerCodec(tokenizer), text, length)[:length]
+    if len(ids) < length:
+        raise ValueError(f"text must have at least {length:,} tokens, got {len(ids):,}")
+    return ids[None]
 
 
 @torch.no_grad()
