@@ -11,6 +11,7 @@ import ovq.evaluate
 import ovq.measuring
 from ovq.evaluate import evaluate, evaluate_points, generate, unmeasured, validate
 from ovq.loading import load_run
+from ovq.measuring import measure
 from ovq.models import OVQForRegression, OVQRegressionConfig
 from ovq.points import Point, state_bytes
 from ovq.runs import read_run, write_run
@@ -181,6 +182,34 @@ def test_a_share_of_full_attentions_bytes_is_kept_to(folder):
     assert result["setting"] == "40%"
     with pytest.raises(ValueError, match="leave one slot at least, got 1% at a context of 32"):
         evaluate(folder, lengths=(32,), num_centroids=("1%",))
+
+
+def test_chunks_grow_with_the_context_and_never_shrink(folder, monkeypatch):
+    seen = []
+
+    def look(model, task, num_sequences, *, first=0):
+        seen.append(dict(model.config.dictionary))
+        return measure(model, task, num_sequences, first=first)
+
+    monkeypatch.setattr(ovq.evaluate, "measure", look)
+    trained = load_run(folder)[1].config.dictionary["chunk_size"]
+    settings = ("40%", "40%:T/8", "8:16", "8")
+    results = evaluate(folder, lengths=(256,), num_centroids=settings, num_sequences=2)
+    assert [one["chunk_size"] for one in seen] == [trained, 32, 16, trained]
+    assert [result.get("chunk_size") for result in results] == [None, 32, 16, None]
+    plain, chunked, *_ = results
+    assert chunked["num_centroids"] < plain["num_centroids"]  # the chunk's bytes count, too
+    assert abs(chunked["state_bytes"] - plain["state_bytes"]) < 0.02 * plain["state_bytes"]
+    assert read_run(folder)["evaluation"]["results"] == sorted(
+        results, key=lambda result: result["num_centroids"]
+    )
+    evaluate(folder, lengths=(32,), num_centroids=("8", "8:T/32"), num_sequences=2)
+    assert len(seen) == 5  # both mean the trained chunk
+    evaluate(folder, lengths=(256,), num_centroids=settings, num_sequences=2)
+    assert len(seen) == 5
+    for wrong in ("8:", ":8", "8:25%", "8:0", "8:1:1"):
+        with pytest.raises(ValueError, match="num_centroids must be a number or a fraction"):
+            evaluate(folder, lengths=(32,), num_centroids=(wrong,))
 
 
 def test_validation_is_measured_once_and_beside_the_evaluation(folder, measured):

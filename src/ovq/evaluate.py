@@ -15,7 +15,7 @@ from ovq.loading import load_run
 from ovq.measuring import EVALUATION_SEED, VALIDATION_START, Model, measure
 from ovq.models import OVQCache, OVQConfig, OVQForCausalLM
 from ovq.models.cache import CACHE_FIELD
-from ovq.points import Point, num_centroids_of
+from ovq.points import Point, dictionary_of
 from ovq.reading import PIECE
 from ovq.run_config import RunConfig, environment, model_config
 from ovq.runs import read_run, write_run
@@ -119,8 +119,7 @@ def _evaluate(
     for done, (key, about, task) in enumerate(places, start=1):
         if key not in found:
             if about["num_centroids"] is not None:
-                growth = _growth_at(about["length"], config)
-                model.set_dictionary(num_centroids=about["num_centroids"], **growth)
+                model.set_dictionary(**_dictionary_at(about, config))
             found[key] = measure(model, task, key.num_sequences) | {"conditions": _conditions()}
         results.append(about | found[key])
         _keep(folder, results[-1])
@@ -134,13 +133,15 @@ class _Key(NamedTuple):
 
     length: int
     num_centroids: int | None
+    chunk_size: int | None
     changes: str
     num_sequences: int
 
     @classmethod
     def of(cls, result: Mapping[str, Any], num_sequences: int) -> "_Key":
         changes = json.dumps(result.get("changes", {}), sort_keys=True)
-        return cls(result["length"], result["num_centroids"], changes, num_sequences)
+        chunk_size = result.get("chunk_size")  # None for the trained one
+        return cls(result["length"], result["num_centroids"], chunk_size, changes, num_sequences)
 
 
 def _about(point: Point, config: OVQConfig) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def _places(
             raise ValueError(f"num_sequences must be at least 1, got {point.num_sequences}")
         about, task = _about(point, config), point.task_of(trained)
         if about["setting"] is not None:
-            about["num_centroids"] = num_centroids_of(about["setting"], config, task)
+            about |= dictionary_of(about["setting"], config, task)
         place = (_Key.of(about, point.num_sequences), about, task)
         if place not in places:  # tells settings apart that mean the same number
             places.append(place)
@@ -224,7 +225,7 @@ def _measured(folder: Path) -> dict[_Key, dict[str, Any]]:
         _Key.of(result, result["num_sequences"]): {
             name: value
             for name, value in result.items()
-            if name not in ("length", "num_centroids", "setting", "changes")
+            if name not in ("length", "num_centroids", "chunk_size", "setting", "changes")
         }
         for result in read_run(folder).get("evaluation", {}).get("results", [])
         if result.get("conditions") == _conditions()
@@ -244,12 +245,17 @@ def _keep(folder: Path, result: dict[str, Any]) -> None:
     write_run(folder, run)
 
 
-def _growth_at(length: int, config: RunConfig) -> dict[str, int]:
-    """Linear growth reaches its end where it did in training, in proportion to the context."""
-    trained = config.model.get("dictionary", {}).get("growth_length")
-    return (
-        {} if trained is None else {"growth_length": trained * length // config.task.context_length}
-    )
+def _dictionary_at(about: Mapping[str, Any], config: RunConfig) -> dict[str, int]:
+    """The fields to set for a point: chunks as trained unless it says otherwise.
+
+    Linear growth reaches its end where it did in training, in proportion to the context.
+    """
+    trained = config.model.get("dictionary", {})
+    sizes = {name: trained[name] for name in ("chunk_size", "growth_length") if trained.get(name)}
+    if "growth_length" in sizes:
+        sizes["growth_length"] *= about["length"] / config.task.context_length
+    own = {name: about[name] for name in ("num_centroids", "chunk_size") if name in about}
+    return {name: int(size) for name, size in (sizes | own).items()}
 
 
 @torch.no_grad()

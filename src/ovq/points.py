@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ class Point:
 
     Attributes:
         length: of the context.
-        setting: slots of the dictionary, as :func:`num_centroids_of` reads them; ``None`` for the
+        setting: slots of the dictionary, as :func:`dictionary_of` reads them; ``None`` for the
             trained number.
         num_sequences: to measure on.
         changes: other fields of the task that differ from training, by name.
@@ -58,7 +59,8 @@ def num_centroids_at(setting: str, length: int) -> int:
     if match is None:
         raise ValueError(
             f"num_centroids must be a number or a fraction of the context such as T/4 or of full "
-            f"attention's bytes such as 25%, got {setting!r}"
+            f"attention's bytes such as 25%, and after a colon such a size of chunks, got "
+            f"{setting!r}"
         )
     number = int(match[2])
     return max(1, length // number) if match[1] else number
@@ -124,36 +126,49 @@ def _on_meta(cls: type[OVQConfig], fields: str) -> OVQModel:
         return OVQModel(config).to(dtype)
 
 
-def num_centroids_of(setting: str, config: OVQConfig, task: Task) -> int:
-    """The number that a setting means for a model and a task.
+def dictionary_of(setting: str, config: OVQConfig, task: Task) -> dict[str, int]:
+    """The fields of the dictionary that a setting means for a model and a task.
 
     Args:
-        setting: a number; a fraction of the context such as ``T/4``; or, such as ``25%``, a share
-            of the bytes that full attention's state has at the end of the sequence, see
-            :func:`num_centroids_within`.
+        setting: a number of slots; a fraction of the context such as ``T/4``; or, such as ``25%``,
+            a share of the bytes that full attention's state has at the end of the sequence, see
+            :func:`num_centroids_within`. After a colon, as in ``25%:T/128``, the tokens of a chunk,
+            in either of the first two forms; the trained number if that is more.
         config: of a model with a dictionary.
         task: with the context and the questions of the sequence.
+
+    Returns:
+        ``num_centroids``, and ``chunk_size`` where it differs from the trained one.
 
     Raises:
         ValueError: none of these forms, or a share that leaves no slot.
     """
-    if not leaves_a_slot(setting, config, task):
+    number = _num_centroids(setting, config, task)
+    if number < 1:
         raise ValueError(
             f"num_centroids must be a share of full attention's state of which windows and chunks "
             f"leave one slot at least, got {setting} at a context of {task.context_length} tokens"
         )
-    percent = _percent(setting)
-    if percent is None:
-        return num_centroids_at(setting, task.context_length)
-    return num_centroids_within(percent, config, task.sequence_length)
+    return {"num_centroids": number} | _chunk(setting, config, task)
 
 
 def leaves_a_slot(setting: str, config: OVQConfig, task: Task) -> bool:
     """Whether a setting is no share of full attention's bytes, or one that has room for a slot."""
-    percent = _percent(setting)
-    return percent is None or num_centroids_within(percent, config, task.sequence_length) >= 1
+    return _num_centroids(setting, config, task) >= 1
 
 
-def _percent(setting: str) -> float | None:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", setting)
-    return float(match[1]) if match else None
+def _num_centroids(setting: str, config: OVQConfig, task: Task) -> int:
+    slots = setting.partition(":")[0]
+    share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", slots)
+    if share is None:
+        return num_centroids_at(slots, task.context_length)
+    chunked = copy(config)
+    chunked.dictionary = config.dictionary | _chunk(setting, config, task)
+    return num_centroids_within(float(share[1]), chunked, task.sequence_length)
+
+
+def _chunk(setting: str, config: OVQConfig, task: Task) -> dict[str, int]:
+    """The chunk's size, if the setting makes it larger."""
+    _, colon, chunk = setting.partition(":")
+    size = num_centroids_at(chunk, task.context_length) if colon else 0
+    return {"chunk_size": size} if size > config.dictionary["chunk_size"] else {}

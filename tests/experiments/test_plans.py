@@ -9,7 +9,7 @@ import torch
 from ovq.experiments import ALL, EXPERIMENTS, make_experiments, total_minutes
 from ovq.experiments.suites import forgetting
 from ovq.layers.registry import WITH_DICTIONARY
-from ovq.points import num_centroids_of, state_bytes
+from ovq.points import dictionary_of, state_bytes
 from ovq.run_config import RunConfig, model_class, model_config
 from ovq.tasks import InContextRegressionTask
 
@@ -79,16 +79,19 @@ def test_shares_of_bytes_are_the_most_slots_within_them(experiment):
             continue
         full = ["full_attention" if x in WITH_DICTIONARY else x for x in shape.layer_pattern]
         for point in entry.points:
-            if not point.setting or not point.setting.endswith("%"):
+            share, percent, _ = (point.setting or "").partition("%")
+            if not percent:
                 continue
             task = point.task_of(entry.config.task)
-            number, T = num_centroids_of(point.setting, shape, task), task.sequence_length
+            fields, T = dictionary_of(point.setting, shape, task), task.sequence_length
+            number, chunked = fields["num_centroids"], shape.dictionary | fields
             whole = state_bytes(shape, T, layer_pattern=full, use_short_conv=False)
             held = [
-                state_bytes(shape, T, dictionary=shape.dictionary | {"num_centroids": n})
+                state_bytes(shape, T, dictionary=chunked | {"num_centroids": n})
                 for n in (number, number + 1)
             ]
-            assert held[0] <= float(point.setting[:-1]) / 100 * whole < held[1]
+            assert held[0] <= float(share) / 100 * whole < held[1]
+            assert chunked["chunk_size"] <= point.length // 8
 
 
 @pytest.mark.parametrize("scale", ["demo", "quick"])
@@ -123,7 +126,8 @@ def test_recall_is_measured_to_65536_tokens_with_both_shares_of_the_state(name):
         tasks = [point.task_of(entry.config.task) for point in last]
         assert {task.num_pairs for task in tasks} == {2048}
         has_dictionary = not WITH_DICTIONARY.isdisjoint(shape_of(entry).mixer_names)
-        assert {p.setting for p in last} == ({"10%", "25%"} if has_dictionary else {None})
+        settings = {"10%", "25%", "10%:T/128", "25%:T/128"}
+        assert {p.setting for p in last} == (settings if has_dictionary else {None})
         assert min(point.length for point in entry.points) == entry.config.task.context_length
 
 

@@ -6,7 +6,7 @@ They are meant for models of hidden size 64, as at demo scale; at others only th
 from collections.abc import Iterable
 
 from ovq.models import OVQConfig
-from ovq.points import Point, num_centroids_of
+from ovq.points import Point, dictionary_of
 from ovq.run_config import RunConfig, model_config
 from ovq.tasks import Task, TokenTask
 from ovq.tasks.pairs import PairTask
@@ -59,7 +59,7 @@ def _sequence_seconds(
     T = task.sequence_length
     slots = shape.dictionary["num_centroids"]
     if setting is not None:
-        slots = num_centroids_of(setting, shape, task)
+        slots = dictionary_of(setting, shape, task)["num_centroids"]
     layers = sum(
         T * (TRAINING[mixer] + PAIR * _attended(shape, mixer, T, slots))
         for mixer in shape.mixer_names

@@ -8,7 +8,11 @@ from ovq.points import Point
 MOST_QUESTIONS = 256
 # Slots at test time: shares of full attention's bytes that the claims are about, and half a slot
 # a token. That many are dear at great lengths, and are left out there.
-SETTINGS = ("10%", "25%", "T/2")
+SHARES = ("10%", "25%")
+SETTINGS = (*SHARES, "T/2")
+# The same bytes in longer chunks. Pairs come in clumps, and slots so many a chunk: the longer it
+# is, the less a clump matters.
+CHUNKED = tuple(f"{share}:T/128" for share in SHARES)
 LONGEST_HALF = 8192
 
 

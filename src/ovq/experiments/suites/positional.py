@@ -4,7 +4,7 @@ from itertools import chain
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import density_points, longer
+from ovq.experiments.suites.pairs import CHUNKED, SHARES, density_points, longer
 from ovq.experiments.suites.recall import DENSE, THIN
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.tasks import PositionalRecallTask
@@ -59,8 +59,8 @@ def positional(scale: Scale) -> Experiment:
     start, most = trained.task.context_length, DENSE * 1024
     variants = all_variants(trained)
     points = chain(
-        density_points(scale, longer(start, scale), THIN, ("10%", "25%")),
-        density_points(scale, longer(start, scale, longest=most), DENSE),
+        density_points(scale, longer(start, scale), THIN, (*SHARES, *CHUNKED)),
+        density_points(scale, longer(start, scale, longest=most), DENSE, (*SHARES, *CHUNKED)),
     )
     return Experiment(
         name=NAME,

@@ -5,7 +5,7 @@ from itertools import chain
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import density_points, longer
+from ovq.experiments.suites.pairs import CHUNKED, SETTINGS, density_points, longer
 from ovq.experiments.variants import CORE, Sizes, Variant, all_variants, make_entries, paper_sizes
 from ovq.tasks import RecallTask
 
@@ -71,8 +71,8 @@ def recall(scale: Scale) -> Experiment:
     else:
         del variants["mesa_net"]  # a run of it takes a quarter of an hour and more
     points = chain(
-        density_points(scale, longer(start, scale), THIN),
-        density_points(scale, longer(start, scale, longest=most), DENSE),
+        density_points(scale, longer(start, scale), THIN, (*SETTINGS, *CHUNKED)),
+        density_points(scale, longer(start, scale, longest=most), DENSE, (*SETTINGS, *CHUNKED)),
     )
     return Experiment(
         name=NAME,
