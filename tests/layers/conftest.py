@@ -23,6 +23,7 @@ class SmallConfig:
     num_first_tokens: int = 2
     dictionary_distance: int = 6
     max_rotary_position: int = 9
+    initial_beta: float = 8.0
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 6, "chunk_size": 4})
 
 

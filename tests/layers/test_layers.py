@@ -33,6 +33,15 @@ def test_beta_starts_at_eight_in_float32(ovq):
     assert ovq.to(torch.bfloat16).beta.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["ovq", "vq"])
+def test_beta_starts_where_it_is_told_to(name, config):
+    config.initial_beta = 16.5
+    torch.testing.assert_close(build_mixer(name, config, 0).beta, torch.full((4,), 16.5))
+    config.initial_beta = -1.0
+    with pytest.raises(ValueError, match="initial_beta must be finite and above 0, got -1"):
+        build_mixer(name, config, 0)
+
+
 def test_another_dictionary_on_the_same_weights(ovq, config):
     x = torch.randn(2, 40, 32)
     small, state = ovq(x)

@@ -12,22 +12,23 @@ from ovq.tasks import Task, TokenTask
 from ovq.tasks.pairs import PairTask
 
 # Microseconds a token of one layer, mixer and feed-forward block: forward and backward, and
-# forward alone, the latter taken as a third. At 128 tokens and 32 sequences; measured on one busy
-# thread beside a step of `make demo`, and scaled to what that takes on two idle ones.
+# forward alone, the latter taken as a third. At 128 tokens and 32 sequences; what one thread
+# takes, halved: two runs of one thread each go on side by side.
 TRAINING = {
     "full_attention": 5.4,
     "full_attention_nope": 5.4,
     "sliding_window": 5.4,
     "ovq": 5.8,
-    "vq": 40.0,
-    "linear_attention": 10.0,
-    "gated_delta_net": 21.0,
-    "mamba2": 20.0,
+    "vq": 11.0,
+    "linear_attention": 6.0,
+    "gated_delta_net": 13.0,
+    "mamba2": 13.0,
     "mesa_net": 160.0,
 }
 FORWARD = 1 / 3
 # Microseconds for each pair of a token and one that it attends to, or a slot, by head.
 PAIR = 0.0055
+CODE = 0.3  # the same for each code of VQ, whose means are held before each block
 LOGIT = 0.012  # microseconds for each number of the output layer
 STEP = 0.010  # seconds of a step, whatever its size
 EXAMPLE = 0.0003  # seconds to draw a sequence
@@ -61,21 +62,20 @@ def _sequence_seconds(
     if setting is not None:
         slots = dictionary_of(setting, shape, task)["num_centroids"]
     layers = sum(
-        T * (TRAINING[mixer] + PAIR * _attended(shape, mixer, T, slots))
-        for mixer in shape.mixer_names
+        T * (TRAINING[mixer] + _attending(shape, mixer, T, slots)) for mixer in shape.mixer_names
     )
     return 1e-6 * (1.0 if backward else FORWARD) * (layers + LOGIT * _num_logits(task))
 
 
-def _attended(shape: OVQConfig, mixer: str, num_tokens: int, slots: int) -> float:
-    """Keys, slots or codes that a token meets on the average, over all heads."""
+def _attending(shape: OVQConfig, mixer: str, num_tokens: int, slots: int) -> float:
+    """Microseconds a token for the keys, slots or codes that it meets, over all heads."""
     each = {
-        "full_attention": num_tokens / 2,
-        "full_attention_nope": num_tokens / 2,
-        "ovq": slots,
-        "vq": shape.num_codes,
+        "full_attention": PAIR * num_tokens / 2,
+        "full_attention_nope": PAIR * num_tokens / 2,
+        "ovq": PAIR * slots,
+        "vq": CODE * shape.num_codes,
     }
-    return float(shape.num_attention_heads * each.get(mixer, 0))
+    return shape.num_attention_heads * each.get(mixer, 0.0)
 
 
 def _num_logits(task: Task) -> int:

@@ -32,12 +32,14 @@ class Scale:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The model and the training that `make demo` has shown to learn recall.
+# The model and the training that `make demo` has shown to learn recall, from a sharper start: what
+# is learned of beta is slow, and among 65,536 tokens 24 recalls more than 20.
 _SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 1,
     "initializer_range": 0.1,
+    "initial_beta": 32.0,
     "ssm_state_size": 64,
 }
 _LARGE = {

@@ -103,18 +103,18 @@ def paper_sizes(task: Task, *, num_steps: int, window_size: int = 128) -> Sizes:
 
 
 def all_variants(sizes: Sizes) -> dict[str, Variant]:
-    """Every mixer that suites compare, by the name of its entry."""
+    """Every mixer that suites compare, by the name of its entry; the most telling ones first."""
     return {
-        "full_attention": Variant(mixer="full_attention"),
         "full_attention_nope": Variant(mixer="full_attention_nope"),
-        "sliding_window": Variant(mixer="sliding_window"),
         "ovq": Variant(mixer="ovq"),
-        "ovq_paper": Variant(mixer="ovq", model={"dictionary": sizes.papers_dictionary()}),
-        "vq": Variant(mixer="vq"),
-        "vq_scores": Variant(mixer="vq", model={"straight_through": "scores"}),
-        "linear_attention": Variant(mixer="linear_attention"),
         "gated_delta_net": Variant(mixer="gated_delta_net"),
+        "linear_attention": Variant(mixer="linear_attention"),
         "mamba2": Variant(mixer="mamba2"),
+        "ovq_paper": Variant(mixer="ovq", model={"dictionary": sizes.papers_dictionary()}),
+        "sliding_window": Variant(mixer="sliding_window"),
+        "vq_scores": Variant(mixer="vq", model={"straight_through": "scores"}),
+        "full_attention": Variant(mixer="full_attention"),
+        "vq": Variant(mixer="vq"),
         "mesa_net": Variant(mixer="mesa_net"),
     }
 

@@ -27,6 +27,7 @@ class MixerConfig(Protocol):
     rope_theta: float
     use_short_conv: bool
     dictionary: dict
+    initial_beta: float
     num_first_tokens: int
     dictionary_distance: int
     max_rotary_position: int

@@ -15,6 +15,18 @@ from ovq.ops.ovq_attention import DictionaryConfig, OVQState, ovq_attention
 INITIAL_BETA = 8.0
 
 
+def logarithm_of(initial_beta: float) -> float:
+    """What the logarithm of an inverse temperature starts from.
+
+    Raises:
+        ValueError: a temperature that is not finite and above 0.
+    """
+    number = isinstance(initial_beta, int | float) and not isinstance(initial_beta, bool)
+    if not number or not 0 < initial_beta < math.inf:
+        raise ValueError(f"initial_beta must be finite and above 0, got {initial_beta!r}")
+    return math.log(initial_beta)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OVQAttentionState(ConvolvedState):
     """What the layer remembers, an immutable value of constant size with one row a sequence.
@@ -40,9 +52,10 @@ class OVQAttention(ConvolvedMixer):
         head_dim: ``K = V``.
         dictionary: how the dictionary is learned; :meth:`set_dictionary` changes it later.
         use_short_conv: whether a causal convolution of width 4 and SiLU follow the projections.
+        initial_beta: of every head.
 
     Raises:
-        ValueError: sizes that do not fit one another.
+        ValueError: sizes that do not fit one another, or an ``initial_beta`` that is not above 0.
 
     Example:
         >>> dictionary = DictionaryConfig(num_centroids=8, chunk_size=4)
@@ -67,11 +80,13 @@ class OVQAttention(ConvolvedMixer):
         *,
         dictionary: DictionaryConfig,
         use_short_conv: bool = False,
+        initial_beta: float = INITIAL_BETA,
     ):
         super().__init__(
             hidden_size, num_heads, num_kv_heads, head_dim, use_short_conv=use_short_conv
         )
         self.dictionary = dictionary
+        self.initial_beta = initial_beta
         self.log_beta = nn.Parameter(torch.empty(num_heads))
         self.init_parameters()
 
@@ -85,11 +100,12 @@ class OVQAttention(ConvolvedMixer):
             config.head_dim,
             dictionary=DictionaryConfig(**config.dictionary),
             use_short_conv=config.use_short_conv,
+            initial_beta=config.initial_beta,
         )
 
     def init_parameters(self) -> None:
-        """``beta`` starts at 8 in every head."""
-        nn.init.constant_(self.log_beta, math.log(INITIAL_BETA))
+        """``beta`` starts at ``initial_beta`` in every head."""
+        nn.init.constant_(self.log_beta, logarithm_of(self.initial_beta))
 
     @property
     def beta(self) -> Float[Tensor, " H"]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ovq.layers.base import MixerConfig
 from ovq.layers.codebook import Codebook, CodebookHealth
 from ovq.layers.convolved import ConvolvedMixer
-from ovq.layers.ovq_attention import INITIAL_BETA, unit_norm
+from ovq.layers.ovq_attention import INITIAL_BETA, logarithm_of, unit_norm
 from ovq.ops.quantization import quantized
 from ovq.ops.vq_attention import check_straight_through, vq_attention
 from ovq.ops.vq_state import VQState
@@ -51,6 +51,7 @@ class VQAttention(ConvolvedMixer):
             :func:`~ovq.ops.vq_attention.vq_attention`. In evaluation it makes no difference.
         quantize_values: whether values are quantized, too.
         use_short_conv: whether a causal convolution of width 4 and SiLU follow the projections.
+        initial_beta: of every head.
 
     Raises:
         ValueError: sizes that do not fit one another, or an unknown ``straight_through``.
@@ -83,6 +84,7 @@ class VQAttention(ConvolvedMixer):
         straight_through: str = "keys",
         quantize_values: bool = False,
         use_short_conv: bool = False,
+        initial_beta: float = INITIAL_BETA,
     ):
         super().__init__(
             hidden_size, num_heads, num_kv_heads, head_dim, use_short_conv=use_short_conv
@@ -91,6 +93,7 @@ class VQAttention(ConvolvedMixer):
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         check_straight_through(straight_through)
         self.block_size = block_size
+        self.initial_beta = initial_beta
         self.straight_through = straight_through
         self.log_beta = nn.Parameter(torch.empty(num_heads))
         self.key_codebook = Codebook(num_kv_heads, num_codes, head_dim)
@@ -122,6 +125,7 @@ class VQAttention(ConvolvedMixer):
             straight_through=config.straight_through,
             quantize_values=quantize_values,
             use_short_conv=config.use_short_conv,
+            initial_beta=config.initial_beta,
         )
 
     @property
@@ -136,8 +140,8 @@ class VQAttention(ConvolvedMixer):
         return self.log_beta.to(torch.promote_types(self.log_beta.dtype, torch.float32)).exp()
 
     def init_parameters(self) -> None:
-        """``beta`` starts at 8 in every head, the codebooks with nothing learned."""
-        nn.init.constant_(self.log_beta, math.log(INITIAL_BETA))
+        """``beta`` starts at ``initial_beta`` in every head, the codebooks with nothing learned."""
+        nn.init.constant_(self.log_beta, logarithm_of(self.initial_beta))
         for codebook in self.codebooks.values():
             codebook.init_parameters()
 

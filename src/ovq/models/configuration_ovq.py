@@ -12,6 +12,7 @@ from typing import Any, ClassVar, no_type_check
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from ovq.layers.ovq_attention import logarithm_of
 from ovq.layers.registry import check_mixer_name, check_short_conv
 from ovq.models.shipped_code import CONFIG_CLASS, ship_code
 from ovq.ops.ovq_attention import DictionaryConfig
@@ -60,6 +61,8 @@ class OVQConfig(PreTrainedConfig):
         window_size: ``W`` of sliding-window layers: a token sees itself and ``W - 1`` before it.
         dictionary: the fields of :class:`~ovq.ops.ovq_attention.DictionaryConfig`, for OVQ layers;
             those left out have its defaults.
+        initial_beta: inverse temperature that every head of OVQ and VQ layers starts from. It is
+            learned, but slowly: the larger it is in the end, the less a query is lost among many.
         num_first_tokens: ``S``, tokens at the start of a sequence that windowed OVQ layers and
             sliding windows with sinks keep for good.
         dictionary_distance: tokens between a query and the dictionary of windowed OVQ layers, for
@@ -111,6 +114,7 @@ class OVQConfig(PreTrainedConfig):
     layer_fields: list[dict] = field(default_factory=list)
     window_size: int = 128
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
+    initial_beta: float = 8.0
     num_first_tokens: int = 4
     dictionary_distance: int = 2048
     max_rotary_position: int = 8191
@@ -240,6 +244,7 @@ class OVQConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not _is_finite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+        logarithm_of(self.initial_beta)
         if self.rope_theta == 0:  # its inverse frequencies are powers of 1 / rope_theta
             raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
 

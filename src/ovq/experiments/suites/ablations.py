@@ -6,6 +6,7 @@ from ovq.experiments.suites.pairs import density_points, longer
 from ovq.experiments.suites.recall import DENSE, THIN, sizes
 from ovq.experiments.suites.recall import NAME as RECALL
 from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries
+from ovq.layers.ovq_attention import INITIAL_BETA
 
 NAME = "ablations"
 SETTINGS = ("10%", "25%", "T/2", "T/1")
@@ -33,6 +34,7 @@ def variants_of(sizes: Sizes) -> dict[str, Variant]:
     return found | {
         "short_convolution": Variant(mixer="ovq", model={"use_short_conv": True}),
         "fixed_beta": Variant(mixer="ovq", frozen=("log_beta",)),
+        "low_beta": Variant(mixer="ovq", model={"initial_beta": INITIAL_BETA}),
     }
 
 

@@ -13,18 +13,16 @@ CORE = ("ovq",)
 
 
 def variants_of(sizes: Sizes) -> dict[str, Variant]:
-    """Codebooks of 4 and 16 times the codes, with the gradient that static VQ learns recall by.
+    """Codebooks of a quarter and of 4 times the codes, with the gradient that static VQ learns by.
 
     Their values are running means as in OVQ attention: of the two dictionaries one is static.
     """
+    codes = (sizes.num_centroids // 4, sizes.num_centroids * 4)
     scores = {"straight_through": "scores"}
-    larger = {
-        f"vq_scores_x{times}": Variant(
-            mixer="vq", model=scores | {"num_codes": times * sizes.num_centroids}
-        )
-        for times in (4, 16)
+    return {
+        f"vq_scores_{number}": Variant(mixer="vq", model=scores | {"num_codes": number})
+        for number in codes
     }
-    return larger
 
 
 def capacity(scale: Scale) -> Experiment:

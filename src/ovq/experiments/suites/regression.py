@@ -22,6 +22,7 @@ def sizes(scale: Scale) -> Sizes:
             InContextRegressionTask(
                 context_length=16_384,
                 num_features=16,
+                noise_std=0.5,
                 num_functions=128,
                 initial_functions=1,
             ),
@@ -30,13 +31,14 @@ def sizes(scale: Scale) -> Sizes:
     return Sizes(
         task=InContextRegressionTask(
             context_length=256,
-            num_features=4,
+            num_features=2,
+            noise_std=0.5,
             num_functions=16,
             code_length=16,
             initial_functions=1,
             curriculum_fraction=0.7,
         ),
-        num_layers=4,
+        num_layers=2,
         num_steps=STEPS[scale.name],
         batch_size=16,
         window_size=32,
