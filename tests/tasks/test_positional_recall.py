@@ -21,6 +21,7 @@ TASKS = {
     "once": PositionalRecallTask(min_occurrences=1, max_occurrences=1),
     "uneven": PositionalRecallTask(context_length=61, tokens_per_pair=7, num_queries=1),
     "curriculum": PositionalRecallTask(initial_tokens_per_pair=2),
+    "curriculum of times": PositionalRecallTask(initial_tokens_per_pair=2, initial_occurrences=1),
     "fixed pairs": PositionalRecallTask(context_length=300, fixed_pairs=17),
     "no key to spare": PositionalRecallTask(num_keys=3),
 }
@@ -61,9 +62,23 @@ def test_keys_come_so_many_times_with_other_values(task, split, progress):
     for example in examples(task, split, progress=progress):
         found = values_by_key(task, example["input_ids"])
         assert sum(map(len, found.values())) == task.num_pairs_at(progress)
+        least, most = task.occurrences_at(progress)
         for values in found.values():
-            assert task.min_occurrences <= len(values) <= task.max_occurrences
+            assert least <= len(values) <= most
             assert len(set(values)) == len(values)
+
+
+def test_times_grow_from_the_first_to_the_last():
+    task = PositionalRecallTask(min_occurrences=2, max_occurrences=8, initial_occurrences=1)
+    bounds = [task.occurrences_at(step / 64) for step in range(65)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == (1, 1)
+    assert bounds[32] == bounds[-1] == (2, 8) == task.without_curriculum().occurrences_at(0.0)
+    assert [most for _, most in dict.fromkeys(bounds)] == [*range(1, 9), 8]
+    with pytest.raises(ValueError, match="initial_occurrences must be at most min_occurr.* got 3"):
+        PositionalRecallTask(min_occurrences=2, initial_occurrences=3)
+    with pytest.raises(ValueError, match="initial_occurrences must be an integer of at least 1"):
+        PositionalRecallTask(initial_occurrences=0)
 
 
 def test_all_numbers_of_times_come_and_no_key_is_special():

@@ -124,7 +124,7 @@ class PairTask(TokenTask):
     def _check_sizes(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            optional = field.name in ("fixed_pairs", "initial_tokens_per_pair")
+            optional = field.default is None
             if field.name == "curriculum_fraction" or (optional and value is None):
                 continue
             check_at_least(field.name, value, 1)
@@ -154,9 +154,10 @@ class PairTask(TokenTask):
                 f"{part.final_tokens_per_pair:g}, got {initial}"
             )
         most_pairs = part.num_pairs_at(0.0, initial)
-        if self._num_possible_keys(part) < self._num_distinct_keys(most_pairs):
+        most_keys = self._num_distinct_keys(most_pairs, 0.0)
+        if self._num_possible_keys(part) < most_keys:
             raise ValueError(
-                f"{keys} ** key_length must be at least {self._num_distinct_keys(most_pairs)}, for "
+                f"{keys} ** key_length must be at least {most_keys}, for "
                 f"the {most_pairs} pairs of the densest context of {part.length} tokens, got "
                 f"{self._num_possible_keys(part)}"
             )
@@ -220,7 +221,8 @@ class PairTask(TokenTask):
 
     def without_curriculum(self: SomeTask) -> SomeTask:
         """The same task at its final density throughout."""
-        return dataclasses.replace(self, initial_tokens_per_pair=None)
+        initial = [field.name for field in dataclasses.fields(self) if field.name[:8] == "initial_"]
+        return dataclasses.replace(self, **dict.fromkeys(initial))
 
     def with_pairs_fixed(self: SomePairTask) -> SomePairTask:
         """The same task, whose ``with_length`` keeps the pairs and adds filler alone."""
@@ -283,13 +285,16 @@ class PairTask(TokenTask):
     def _num_possible_keys(self, part: Part) -> int:
         return self.vocabulary.alphabets[part.keys] ** self.key_length
 
-    def _num_distinct_keys(self, num_pairs: int) -> int:
+    def _num_distinct_keys(self, num_pairs: int, progress: float) -> int:
         return num_pairs
 
     def _pairs_at(self, part: Part, progress: float) -> int:
+        return part.num_pairs_at(self._share_at(progress), self.initial_tokens_per_pair)
+
+    def _share_at(self, progress: float) -> float:
+        """Of the curriculum that is over, in [0, 1]."""
         check_progress(progress)
-        share = min(1.0, progress / self.curriculum_fraction)
-        return part.num_pairs_at(share, self.initial_tokens_per_pair)
+        return min(1.0, progress / self.curriculum_fraction)
 
     def _draw_unique_pairs(
         self, generator: torch.Generator, part: Part, progress: float

@@ -12,6 +12,9 @@ from ovq.tasks.base import Split, check_split
 from ovq.tasks.draws import draw_distinct, draw_places
 from ovq.tasks.pairs import SPECIAL, PairTask, Part, in_each_kind
 
+# Of a curriculum that are looked at in advance.
+_STEPS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class PositionalRecallTask(PairTask):
@@ -34,6 +37,9 @@ class PositionalRecallTask(PairTask):
     Attributes:
         min_occurrences: times that a key comes, at least.
         max_occurrences: times that a key comes, at most.
+        initial_occurrences: times that every key comes at progress 0; from there both bounds move
+            to what they are in the end, at the pace of the density. With 1 it starts as basic
+            recall. ``None`` for no such curriculum.
 
     Raises:
         ValueError: a field out of its range; too few keys for the pairs at the densest, too few
@@ -47,6 +53,7 @@ class PositionalRecallTask(PairTask):
 
     min_occurrences: int = 2
     max_occurrences: int = 8
+    initial_occurrences: int | None = None
 
     def _check_part(self, part: Part) -> None:
         least, most = self.min_occurrences, self.max_occurrences
@@ -59,14 +66,22 @@ class PositionalRecallTask(PairTask):
                 f"num_values ** value_length must be at least 2 * max_occurrences = {2 * most}, "
                 f"got {self.num_values**self.value_length}"
             )
+        if self.initial_occurrences is not None and self.initial_occurrences > least:
+            raise ValueError(
+                f"initial_occurrences must be at most min_occurrences = {least}, got "
+                f"{self.initial_occurrences}"
+            )
         super()._check_part(part)
         densest = part.num_pairs_at(0.0, self.initial_tokens_per_pair)
-        for num_pairs in range(part.num_pairs, densest + 1):
-            if num_pairs and -(-num_pairs // most) > num_pairs // least:
-                raise ValueError(
-                    f"min_occurrences and max_occurrences must be such that some number of keys "
-                    f"has {num_pairs} pairs, got {least} and {most}"
-                )
+        for least, most in sorted(
+            {self.occurrences_at(step / _STEPS) for step in range(_STEPS + 1)}
+        ):
+            for num_pairs in range(max(1, part.num_pairs), densest + 1):
+                if -(-num_pairs // most) > num_pairs // least:
+                    raise ValueError(
+                        f"min_occurrences and max_occurrences must be such that some number of "
+                        f"keys has {num_pairs} pairs, got {least} and {most}"
+                    )
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -83,9 +98,18 @@ class PositionalRecallTask(PairTask):
     def _question_width(self) -> int:
         return self.key_length + 1
 
-    def _num_distinct_keys(self, num_pairs: int) -> int:
+    def occurrences_at(self, progress: float) -> tuple[int, int]:
+        """The least and the most times that a key comes at a progress of training in [0, 1]."""
+        final = self.min_occurrences, self.max_occurrences
+        if self.initial_occurrences is None:
+            return final
+        first, share = self.initial_occurrences, self._share_at(progress)
+        least, most = (first + share * (end - first) for end in final)
+        return int(least), round(most)
+
+    def _num_distinct_keys(self, num_pairs: int, progress: float = 1.0) -> int:
         """Keys of a context: as many as bring the mean number of times near the middle."""
-        least, most = self.min_occurrences, self.max_occurrences
+        least, most = self.occurrences_at(progress)
         middle = round(2 * num_pairs / (least + most))
         return min(max(middle, -(-num_pairs // most)), num_pairs // least)
 
@@ -98,8 +122,8 @@ class PositionalRecallTask(PairTask):
         num_pairs = self._pairs_at(part, progress)
         context = self.vocabulary.draw(part.filler, (part.length,), generator)
         places = draw_places(generator, part.length, num_pairs, self._width)
-        num_keys = self._num_distinct_keys(num_pairs)
-        owners = self._draw_owners(generator, num_pairs, num_keys)
+        num_keys = self._num_distinct_keys(num_pairs, progress)
+        owners = self._draw_owners(generator, num_pairs, num_keys, progress)
         times = _times_before(owners)
         keys = self._draw_keys(generator, part, num_keys)
         values = self._draw_values(generator, num_keys)
@@ -113,10 +137,10 @@ class PositionalRecallTask(PairTask):
         return self._ask(context, torch.cat([key, ordinals, value], dim=1))
 
     def _draw_owners(
-        self, generator: torch.Generator, num_pairs: int, num_keys: int
+        self, generator: torch.Generator, num_pairs: int, num_keys: int, progress: float
     ) -> Int64[Tensor, " P"]:
         """Which of the keys each pair has, in random order."""
-        least, most = self.min_occurrences, self.max_occurrences
+        least, most = self.occurrences_at(progress)
         counts = torch.randint(least, most + 1, (num_keys,), generator=generator)
         missing = num_pairs - int(counts.sum())
         # Room to grow, or to shrink, one unit after the other; as many as are missing change.
