@@ -131,8 +131,9 @@ def regression_result(model: str, seed: int, asked: Mapping[str, Any]) -> dict[s
     late = {"least_squares": 0.06, "pooled_least_squares": 1.0, "nearest_neighbour": 0.8}
     groups = {
         "0 earlier": {"asked": 100, "loss": 1.0, "oracles": late | {"pooled_least_squares": 1e9}},
-        "2-3 earlier": {"asked": 100, "loss": error + 0.01, "oracles": late},
-        "4-7 earlier": {"asked": 100, "loss": error - 0.01, "oracles": late},
+        "2-3 earlier": {"asked": 100, "loss": 1.0, "oracles": late | {"least_squares": 1e9}},
+        "4-7 earlier": {"asked": 100, "loss": error + 0.01, "oracles": late},
+        "8-15 earlier": {"asked": 100, "loss": error - 0.01, "oracles": late},
     }
     return {"accuracy": None, "loss": 0.4, "oracles": late, "groups": groups}
 
@@ -146,7 +147,7 @@ def forgetting_result(model: str, seed: int, asked: Mapping[str, Any]) -> dict[s
 
 def write_regression(root: Path, measure: Measure = regression_result, **options: Any) -> Path:
     points = [point(256, "25%", num_functions=n) for n in (1, 128)]
-    task = {"context_length": 256, "num_functions": 16}
+    task = {"context_length": 256, "num_functions": 16, "num_features": 2}
     return write_suite(root, "regression", points, measure, task=task, **options)
 
 

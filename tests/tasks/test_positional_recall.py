@@ -75,7 +75,7 @@ def test_times_grow_from_the_first_to_the_last():
     assert bounds[0] == (1, 1)
     assert bounds[32] == bounds[-1] == (2, 8) == task.without_curriculum().occurrences_at(0.0)
     assert [most for _, most in dict.fromkeys(bounds)] == [*range(1, 9), 8]
-    with pytest.raises(ValueError, match="initial_occurrences must be at most min_occurr.* got 3"):
+    with pytest.raises(ValueError, match=r"initial_occurrences must be at most min_occ.* got 3"):
         PositionalRecallTask(min_occurrences=2, initial_occurrences=3)
     with pytest.raises(ValueError, match="initial_occurrences must be an integer of at least 1"):
         PositionalRecallTask(initial_occurrences=0)

@@ -1,7 +1,8 @@
 """The project's goals, and whether what was measured reaches them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ovq.report.scores import Score, Values
 
@@ -18,8 +19,6 @@ DENSE_STATES = ("linear_attention", "gated_delta_net", "mamba2")
 FUNCTIONS = 128
 TIMES_FORGOTTEN = 16  # tokens since A, in lengths of A
 KEPT = 0.90
-# Earlier examples from which on errors are compared: before, pooled least squares has no bound.
-FROM_EARLIER = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +42,24 @@ class Verdict:
     verdict: str = NOT_MEASURED
 
 
-def verdicts(scores: Iterable[Score], first_length: int | None = None) -> list[Verdict]:
+def verdicts(
+    scores: Iterable[Score], tasks: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Verdict]:
     """What all goals came to.
 
     Args:
         scores: of all suites.
-        first_length: tokens of A in the suite on forgetting.
+        tasks: what was trained, by suite, as in the run files; those of suites with no run are
+            empty or left out.
     """
+    told = tasks or {}
     by_suite: dict[str, list[Score]] = {}
     for score in scores:
         by_suite.setdefault(score.suite, []).append(score)
     return [
         *(v for suite in ("recall", "positional") for v in _recall(suite, by_suite.get(suite, []))),
-        *_regression(by_suite.get("regression", [])),
-        _forgetting(by_suite.get("forgetting", []), first_length),
+        *_regression(by_suite.get("regression", []), told.get("regression", {})),
+        _forgetting(by_suite.get("forgetting", []), told.get("forgetting", {}).get("first_length")),
     ]
 
 
@@ -106,11 +109,12 @@ def _judge(learned: bool, reached: bool) -> str:
     return (MET if reached else MISSED) if learned else NOT_LEARNED
 
 
-def late_error(score: Score, oracle: str | None = None) -> Values:
-    """Squared error over questions after ``FROM_EARLIER`` examples of their function or more.
+def late_error(score: Score, earlier: int, oracle: str | None = None) -> Values:
+    """Squared error over questions after so many examples of their function, or more.
 
     Args:
         score: of regression.
+        earlier: examples.
         oracle: a solver, in place of the model.
     """
 
@@ -118,7 +122,7 @@ def late_error(score: Score, oracle: str | None = None) -> Values:
         late = [
             group
             for name, group in result.get("groups", {}).items()
-            if int(name.split()[0].split("-")[0]) >= FROM_EARLIER
+            if int(name.split()[0].split("-")[0]) >= earlier
         ]
         asked = sum(group["asked"] for group in late)
         errors = [g["loss"] if oracle is None else g.get("oracles", {}).get(oracle) for g in late]
@@ -129,28 +133,38 @@ def late_error(score: Score, oracle: str | None = None) -> Values:
     return score.values(pick)
 
 
-def _regression(scores: Sequence[Score]) -> Iterator[Verdict]:
-    """One verdict a setting of ours."""
+def _regression(scores: Sequence[Score], task: Mapping[str, Any]) -> Iterator[Verdict]:
+    """One verdict a setting of ours.
+
+    Compared are errors after two examples more than a function has numbers: with fewer, the error
+    of least squares has no mean where there is noise.
+    """
+    earlier = task.get("num_features", 0) + 2
+    at = f"after {earlier} examples or more"
     goal = f"regression: error within 5% of full attention's, {FUNCTIONS} functions"
     most = [s for s in scores if s.changes.get("num_functions") == FUNCTIONS]
-    full = [s for s in most if s.model in FULL and late_error(s).mean is not None]
-    ours = [s for s in most if s.model in OVQ and late_error(s).mean is not None]
+    full = [s for s in most if s.model in FULL and late_error(s, earlier).mean is not None]
+    ours = [s for s in most if s.model in OVQ and late_error(s, earlier).mean is not None]
     if not full or not ours:
-        yield Verdict(goal=goal, at=f"after {FROM_EARLIER} examples or more")
+        yield Verdict(goal=goal, at=at if task else "")
         return
-    base = min(full, key=lambda score: late_error(score).mean or 0.0)
-    error = late_error(base).mean or 0.0
+    base = min(full, key=lambda score: late_error(score, earlier).mean or 0.0)
+    error = late_error(base, earlier).mean or 0.0
     solved, pooled = (
-        late_error(base, name).mean or 0.0 for name in ("least_squares", "pooled_least_squares")
+        late_error(base, earlier, name).mean or 0.0
+        for name in ("least_squares", "pooled_least_squares")
     )
     learned = error <= 2 * solved and error <= pooled / 2
-    baseline = f"{base.model} {late_error(base)}; least squares {solved:.3f}, pooled {pooled:.3f}"
+    baseline = (
+        f"{base.model} {late_error(base, earlier)}; least squares {solved:.3f}, pooled {pooled:.3f}"
+    )
     for score in ours:
-        own = late_error(score).mean or 0.0
+        found = late_error(score, earlier)
+        own = found.mean or 0.0
         yield Verdict(
-            goal=goal, at=f"{score.length:,} tokens, after {FROM_EARLIER} examples or more",
+            goal=goal, at=f"{score.length:,} tokens, {at}",
             baseline=baseline,
-            measured=f"{score.label}: {late_error(score)}, {own / max(error, 1e-9):.3f} of it",
+            measured=f"{score.label}: {found}, {own / max(error, 1e-9):.3f} of it",
             verdict=_judge(learned, own <= 1.05 * error),
         )  # fmt: skip
 

@@ -9,9 +9,9 @@ from ovq.points import Point
 from ovq.tasks import InContextRegressionTask
 
 NAME = "regression"
-STEPS = {"demo": 1600, "quick": 200, "paper": 50_000}
+STEPS = {"demo": 2000, "quick": 200, "paper": 50_000}
 NUM_FUNCTIONS = (1, 8, 32, 128)
-PLACES_A_FUNCTION = 16  # eight examples of each, at least
+PLACES_A_FUNCTION = 32  # sixteen examples of each, at least
 MIXERS = ("full_attention_nope", "ovq", "vq_scores", "linear_attention", "gated_delta_net")
 
 

@@ -47,9 +47,7 @@ def _origins_table(suites: Sequence[Suite]) -> Table:
 def goals(suites: Sequence[Suite]) -> Section:
     """The project's goals against what was measured."""
     scores = [score for suite in suites for score in scores_of(suite)]
-    forgetting = next((suite for suite in suites if suite.name == "forgetting"), None)
-    first = trained_task(forgetting).get("first_length") if forgetting else None
-    found = verdicts(scores, first)
+    found = verdicts(scores, {suite.name: trained_task(suite) for suite in suites})
     notes = (
         "Means over the seeds that are there. Goals count where full attention, the better with or "
         "without positions, reaches 0.95 itself; in regression, where its error is at most twice "
