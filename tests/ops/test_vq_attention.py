@@ -101,6 +101,23 @@ def test_gradients_by_hand(function, straight_through):
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("straight_through", STRAIGHT_THROUGH)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_nothing_depends_on_how_many_rows_are_taken_at_once(rows, straight_through, monkeypatch):
+    found, options = [], {"block_size": C, "straight_through": straight_through}
+    state = state_after(7, 0, 2, 7, 19)
+    for at_once in (rows, 5):
+        monkeypatch.setattr("ovq.ops.vq_attention._rows_at_once", lambda *_, n=at_once: n)
+        leaves = [x.requires_grad_() for x in inputs(23, seed=1, num_rows=5)]
+        o, after = vq_attention(*leaves, state, **options)
+        torch.cat([o.flatten(), after.value_means.flatten()]).sin().sum().backward()
+        gradients = [x.grad for x in leaves if x.grad is not None]
+        assert len(gradients) == 4  # the codes have none
+        found.append([o, *after.tensors().values(), *gradients])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_outputs_and_states_do_not_depend_on_what_goes_straight_through():
     found = []
     for straight_through in STRAIGHT_THROUGH:

@@ -4,6 +4,7 @@ Keys that share a code share a logit, so the past needs one mean of values and o
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from ovq.ops.vq_state import VQState
 # A logit that no other comes near to: its weight is exactly zero, and no sum with it is infinite.
 NEVER = -1e9
 STRAIGHT_THROUGH = ("keys", "scores")
+# Numbers of keys and values before all blocks: with ten times as many, training takes twice as
+# long, most of it for fresh memory.
+HELD_AT_ONCE = 2**22
 
 
 def vq_attention(
@@ -87,6 +91,12 @@ def vq_attention(
     _check(q, k, v, beta, codes, block_size, assigned)
     check_straight_through(straight_through)
     _check_state(state, k, v, codes, block_size)
+    rows = _rows_at_once(k, v, codes, block_size)
+    if rows < q.shape[0]:
+        return _in_parts(
+            rows, q, k, v, beta, codes, state, assigned,
+            block_size=block_size, straight_through=straight_through,
+        )  # fmt: skip
     with without_autocast(q.device):  # it would cut the means' float32 short
         k_hat, k, v, assigned = _working_inputs(k, v, codes, assigned)
         q_in, codes, scale = q.to(k), codes.detach().to(k), beta.to(k)[:, None]
@@ -105,6 +115,37 @@ def vq_attention(
             o = _attend_in_blocks(queries, keys, codes, line, means, counts)
         after = line.state_after(sums, counts)
     return o.to(q.dtype), after
+
+
+def _rows_at_once(k: Tensor, v: Tensor, codes: Tensor, block_size: int) -> int:
+    """Rows whose means before all blocks stay in memory that a CPU's allocator hands out again."""
+    if k.device.type != "cpu" or torch.compiler.is_compiling():
+        return k.shape[0]
+    num_blocks, (G, S, K) = 1 + k.shape[1] // block_size, codes.shape
+    return max(1, HELD_AT_ONCE // (num_blocks * G * S * (K + v.shape[3])))
+
+
+def _in_parts(
+    rows: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    codes: Tensor,
+    state: VQState | None,
+    assigned: Tensor | None,
+    **options: Any,
+) -> tuple[Float[Tensor, "B T H V"], VQState]:
+    """The same, so many rows at a time."""
+    found = []
+    for part in torch.arange(q.shape[0], device=q.device).split(rows):
+        of_part = slice(int(part[0]), int(part[-1]) + 1)
+        before = None if state is None else state.select_rows(part)
+        known = None if assigned is None else assigned[of_part]
+        inputs = q[of_part], k[of_part], v[of_part], beta, codes, before
+        found.append(vq_attention(*inputs, assigned=known, **options))
+    outputs, states = zip(*found, strict=True)
+    return torch.cat(outputs), VQState.concat(states)
 
 
 def naive_vq_attention(

@@ -13,11 +13,11 @@ CORE = ("ovq",)
 
 
 def variants_of(sizes: Sizes) -> dict[str, Variant]:
-    """Codebooks of a quarter and of 4 times the codes, with the gradient that static VQ learns by.
+    """Codebooks of three sizes, each 4 times the one before, with the gradient that VQ learns by.
 
     Their values are running means as in OVQ attention: of the two dictionaries one is static.
     """
-    codes = (sizes.num_centroids // 4, sizes.num_centroids * 4)
+    codes = [sizes.num_centroids * times // 8 for times in (1, 4, 16)]
     scores = {"straight_through": "scores"}
     return {
         f"vq_scores_{number}": Variant(mixer="vq", model=scores | {"num_codes": number})

@@ -7,7 +7,7 @@ from ovq.points import Point
 from ovq.tasks import MQARTask
 
 NAME = "mqar"
-STEPS = {"demo": 2000, "quick": 300, "paper": 20_000}
+STEPS = {"demo": 1600, "quick": 300, "paper": 20_000}
 # Context and pairs at which published models are tested; the third was trained.
 SETTINGS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128))
 MOST_PAIRS = 4096  # half the vocabulary are keys

@@ -69,7 +69,9 @@ def recall(scale: Scale) -> Experiment:
     if scale.name == "paper":
         variants |= {f"{name}_480m": _larger(variants[name]) for name in CORE}
     else:
-        del variants["mesa_net"]  # a run of it takes a quarter of an hour and more
+        # Two cores have no time for one that takes a quarter of an hour a run, nor for VQ with the
+        # gradient of Transformer-VQ, which learned recall in no trial.
+        del variants["mesa_net"], variants["vq"]
     points = chain(
         density_points(scale, longer(start, scale), THIN, (*SETTINGS, *CHUNKED)),
         density_points(scale, longer(start, scale, longest=most), DENSE, (*SETTINGS, *CHUNKED)),
