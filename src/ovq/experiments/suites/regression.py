@@ -12,7 +12,7 @@ NAME = "regression"
 STEPS = {"demo": 2000, "quick": 200, "paper": 50_000}
 NUM_FUNCTIONS = (1, 8, 32, 128)
 PLACES_A_FUNCTION = 32  # sixteen examples of each, at least
-MIXERS = ("full_attention_nope", "ovq", "vq_scores", "linear_attention", "gated_delta_net")
+MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "vq_scores")
 
 
 def sizes(scale: Scale) -> Sizes:
