@@ -29,7 +29,11 @@ def evaluate(
         str, typer.Option(help="Context lengths, such as 128,256; the recipe's by default.")
     ] = "",
     num_centroids: Annotated[
-        str, typer.Option(help="Slots of the dictionary, such as 64,T/4 (T: the context).")
+        str,
+        typer.Option(
+            help="Slots of the dictionary, such as 64,T/4,25%:T/128: a number, a share of the "
+            "context T or of full attention's bytes, and after a colon the tokens of a chunk."
+        ),
     ] = "",
     num_sequences: Annotated[int | None, typer.Option(help="Sequences a setting.")] = None,
     tasks: Annotated[
