@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from ovq.ops.ovq_attention import DictionaryConfig, OVQState, ovq_attention
 INITIAL_BETA = 8.0
 
 
-def logarithm_of(initial_beta: float) -> float:
+def logarithm_of(initial_beta: Any) -> float:
     """What the logarithm of an inverse temperature starts from.
 
     Raises:
