@@ -70,19 +70,20 @@ def lengths_axis(lengths: Sequence[int], title: str = "context length, tokens") 
     return Axis(title=title, kind="log", values=sorted(set(lengths)), labels=LENGTHS)
 
 
-def slots_order(setting: str) -> tuple[int, float]:
+def slots_order(setting: str) -> tuple[int, float, str]:
     """Few slots before many: none, shares of bytes, fractions of the context, numbers, the rest.
 
-    >>> sorted(["T/2", "64", "25%", "none", "10%", "T/16"], key=slots_order)
-    ['none', '10%', '25%', 'T/16', 'T/2', '64']
+    >>> sorted(["T/2", "64", "25%", "none", "10%:T/128", "10%", "T/16"], key=slots_order)
+    ['none', '10%', '10%:T/128', '25%', 'T/16', 'T/2', '64']
     """
-    if setting.endswith("%"):
-        return 1, float(setting[:-1])
-    if setting.startswith("T/"):
-        return 2, -float(setting[2:])
-    if setting.isdecimal():
-        return 3, float(setting)
-    return (0, 0.0) if setting in ("", NO_SLOTS) else (4, 0.0)
+    slots, _, chunk = setting.partition(":")
+    if slots.endswith("%"):
+        return 1, float(slots[:-1]), chunk
+    if slots.startswith("T/"):
+        return 2, -float(slots[2:]), chunk
+    if slots.isdecimal():
+        return 3, float(slots), chunk
+    return 0 if setting in ("", NO_SLOTS) else 4, 0.0, chunk
 
 
 def styles_in_order(names: Sequence[Any]) -> dict[Any, Style]:
