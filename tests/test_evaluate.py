@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -210,6 +211,18 @@ def test_chunks_grow_with_the_context_and_never_shrink(folder, monkeypatch):
     for wrong in ("8:", ":8", "8:25%", "8:0", "8:1:1"):
         with pytest.raises(ValueError, match="num_centroids must be a number or a fraction"):
             evaluate(folder, lengths=(32,), num_centroids=(wrong,))
+
+
+def test_chunks_are_as_trained_again_where_the_recipe_names_none(tmp_path):
+    config = tiny_run(num_steps=1)
+    model = {name: value for name, value in config.model.items() if name != "dictionary"}
+    train(replace(config, model=model), tmp_path / "run")
+    settings, alone = ("8:256", "16"), tmp_path / "alone"
+    shutil.copytree(tmp_path / "run", alone)
+    both = evaluate(tmp_path / "run", lengths=(256,), num_centroids=settings, num_sequences=2)
+    (last,) = evaluate(alone, lengths=(256,), num_centroids=settings[1:], num_sequences=2)
+    assert both[0]["chunk_size"] == 256
+    assert both[1] == last
 
 
 def test_validation_is_measured_once_and_beside_the_evaluation(folder, measured):

@@ -115,11 +115,13 @@ def _evaluate(
     if known is not None and num_known:
         known(num_known, len(places))
     model = model.to(environment()["device"])
+    trained = model.config.dictionary  # which `set_dictionary` replaces
     results: list[dict[str, Any]] = []
     for done, (key, about, task) in enumerate(places, start=1):
         if key not in found:
             if about["num_centroids"] is not None:
-                model.set_dictionary(**_dictionary_at(about, config))
+                fields = _dictionary_at(about, trained, config.task.context_length)
+                model.set_dictionary(**fields)
             found[key] = measure(model, task, key.num_sequences) | {"conditions": _conditions()}
         results.append(about | found[key])
         _keep(folder, results[-1])
@@ -245,17 +247,17 @@ def _keep(folder: Path, result: dict[str, Any]) -> None:
     write_run(folder, run)
 
 
-def _dictionary_at(about: Mapping[str, Any], config: RunConfig) -> dict[str, int]:
+def _dictionary_at(
+    about: Mapping[str, Any], trained: Mapping[str, Any], trained_length: int
+) -> dict[str, int]:
     """The fields to set for a point: chunks as trained unless it says otherwise.
 
     Linear growth reaches its end where it did in training, in proportion to the context.
     """
-    trained = config.model.get("dictionary", {})
-    sizes = {name: trained[name] for name in ("chunk_size", "growth_length") if trained.get(name)}
-    if "growth_length" in sizes:
-        sizes["growth_length"] *= about["length"] / config.task.context_length
-    own = {name: about[name] for name in ("num_centroids", "chunk_size") if name in about}
-    return {name: int(size) for name, size in (sizes | own).items()}
+    fields = {name: about.get(name, trained[name]) for name in ("num_centroids", "chunk_size")}
+    if trained.get("growth_length"):
+        fields["growth_length"] = trained["growth_length"] * about["length"] // trained_length
+    return fields
 
 
 @torch.no_grad()
