@@ -20,8 +20,8 @@ from ovq.ops.vq_state import VQState
 # A logit that no other comes near to: its weight is exactly zero, and no sum with it is infinite.
 NEVER = -1e9
 STRAIGHT_THROUGH = ("keys", "scores")
-# Numbers of keys and values before all blocks: with ten times as many, training takes twice as
-# long, most of it for fresh memory.
+# Numbers of keys and values before all blocks: with many more, most of a CPU's time goes into fresh
+# memory.
 HELD_AT_ONCE = 2**22
 
 

@@ -123,8 +123,12 @@ class Task(ABC):
         return dataclasses.replace(self, context_length=context_length)
 
     def without_curriculum(self: SomeTask) -> SomeTask:
-        """The task as the end of training shows it, whatever the progress."""
-        return self
+        """The task as the end of training shows it, whatever the progress.
+
+        What a curriculum starts from is in fields named ``initial_...``, ``None`` without one.
+        """
+        names = [f.name for f in dataclasses.fields(self) if f.name.startswith("initial_")]
+        return dataclasses.replace(self, **dict.fromkeys(names)) if names else self
 
     def fingerprint(self) -> dict[str, dict[str, Any]]:
         """``bytes`` and ``sha256`` of each file that the task reads, by name; none by default."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from ovq.tasks.alphabets import Vocabulary
 from ovq.tasks.base import (
     IGNORED,
-    SomeTask,
     Split,
     TokenTask,
     check_at_least,
@@ -153,10 +152,6 @@ class MQARTask(TokenTask):
             return self.num_pairs
         share = min(1.0, progress / self.curriculum_fraction)
         return self.initial_pairs + int(share * (self.num_pairs - self.initial_pairs))
-
-    def without_curriculum(self: SomeTask) -> SomeTask:
-        """The same task with all its pairs throughout."""
-        return dataclasses.replace(self, initial_pairs=None)
 
     def with_pairs_fixed(self) -> "MQARTask":
         """The same task, whose ``with_length`` keeps the pairs and adds filler alone."""

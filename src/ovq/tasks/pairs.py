@@ -12,7 +12,6 @@ from torch import Tensor
 from ovq.tasks.alphabets import Vocabulary
 from ovq.tasks.base import (
     IGNORED,
-    SomeTask,
     Split,
     TokenTask,
     check_at_least,
@@ -218,11 +217,6 @@ class PairTask(TokenTask):
     def num_pairs_at(self, progress: float) -> int:
         """Pairs of a context at a progress of training in [0, 1]."""
         return sum(self._pairs_at(part, progress) for part in self.parts())
-
-    def without_curriculum(self: SomeTask) -> SomeTask:
-        """The same task at its final density throughout."""
-        initial = [field.name for field in dataclasses.fields(self) if field.name[:8] == "initial_"]
-        return dataclasses.replace(self, **dict.fromkeys(initial))
 
     def with_pairs_fixed(self: SomePairTask) -> SomePairTask:
         """The same task, whose ``with_length`` keeps the pairs and adds filler alone."""

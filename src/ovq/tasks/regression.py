@@ -1,6 +1,5 @@
 """In-context regression: many linear functions in one sequence, each example naming its own."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ovq.tasks.base import (
     ContinuousTask,
-    SomeTask,
     Split,
     check_at_least,
     check_curriculum_fraction,
@@ -126,10 +124,6 @@ class InContextRegressionTask(ContinuousTask):
             return self.num_functions
         share = min(1.0, progress / self.curriculum_fraction)
         return self.initial_functions + int(share * (self.num_functions - self.initial_functions))
-
-    def without_curriculum(self: SomeTask) -> SomeTask:
-        """The same task with all functions throughout."""
-        return dataclasses.replace(self, initial_functions=None)
 
     def example(
         self, generator: torch.Generator, *, split: Split, progress: float = 1.0
