@@ -42,6 +42,18 @@ def test_beta_starts_where_it_is_told_to(name, config):
         build_mixer(name, config, 0)
 
 
+@pytest.mark.parametrize(("name", "lowest"), [("gated_delta_net", 0.0), ("mamba2", 1 / 16)])
+def test_rates_start_where_they_are_told_to(name, lowest, config):
+    config.initial_decay_rate = 0.5
+    starts = [build_mixer(name, config, 0).A_log.exp() for _ in range(50)]
+    rates = torch.stack(starts)
+    assert 0.5 * lowest < rates.min() < 0.5 * lowest + 0.05
+    assert 0.45 < rates.max() < 0.5001
+    config.initial_decay_rate = -1.0
+    with pytest.raises(ValueError, match="initial_decay_rate must be finite and above 0, got -1"):
+        build_mixer(name, config, 0)
+
+
 def test_another_dictionary_on_the_same_weights(ovq, config):
     x = torch.randn(2, 40, 32)
     small, state = ovq(x)

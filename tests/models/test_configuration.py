@@ -66,6 +66,8 @@ def test_file_round_trip(tmp_path):
         ({"initial_beta": 0}, "initial_beta must be finite and above 0, got 0"),
         ({"initial_beta": float("inf")}, "initial_beta must be finite and above 0, got inf"),
         ({"initial_beta": True}, "initial_beta must be finite and above 0, got True"),
+        ({"initial_decay_rate": 0}, "initial_decay_rate must be finite and above 0, got 0"),
+        ({"initial_decay_rate": "1"}, "initial_decay_rate must be finite and above 0, got '1'"),
         ({"rope_theta": 0}, "rope_theta must be above 0, got 0"),
         ({"rope_theta": True}, "rope_theta must be finite .* got True"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be finite and not negative, got -1e-06"),

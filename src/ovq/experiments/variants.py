@@ -17,6 +17,9 @@ from ovq.tasks import Task, TokenTask
 
 # Entries that a quick suite runs: the ceiling, ours, and a mixer of constant dense state.
 CORE = ("full_attention_nope", "ovq", "gated_delta_net")
+# Heads of these draw their decay. A model of one head or two may draw none that lasts for its
+# context, and then learns nothing: here all start with one that does.
+LONG_MEMORY = {"initial_decay_rate": 0.1}
 REFERENCE = "full_attention"  # whose number of parameters all have
 
 
@@ -107,9 +110,9 @@ def all_variants(sizes: Sizes) -> dict[str, Variant]:
     return {
         "full_attention_nope": Variant(mixer="full_attention_nope"),
         "ovq": Variant(mixer="ovq"),
-        "gated_delta_net": Variant(mixer="gated_delta_net"),
+        "gated_delta_net": Variant(mixer="gated_delta_net", model=LONG_MEMORY),
         "linear_attention": Variant(mixer="linear_attention"),
-        "mamba2": Variant(mixer="mamba2"),
+        "mamba2": Variant(mixer="mamba2", model=LONG_MEMORY),
         "ovq_paper": Variant(mixer="ovq", model={"dictionary": sizes.papers_dictionary()}),
         "sliding_window": Variant(mixer="sliding_window"),
         "vq_scores": Variant(mixer="vq", model={"straight_through": "scores"}),

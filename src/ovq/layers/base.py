@@ -28,6 +28,7 @@ class MixerConfig(Protocol):
     use_short_conv: bool
     dictionary: dict
     initial_beta: float
+    initial_decay_rate: float
     num_first_tokens: int
     dictionary_distance: int
     max_rotary_position: int

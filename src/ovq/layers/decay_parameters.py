@@ -1,15 +1,30 @@
 """Starting values of the two parameters by which a head's decay is learned."""
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+INITIAL_DECAY_RATE = 16.0
 MIN_STEP, MAX_STEP = 1e-3, 1e-1
 
 
-def start_rates(A_log: Float[Tensor, " H"], lowest: float, highest: float = 16.0) -> None:
+def check_decay_rate(initial_decay_rate: Any) -> float:
+    """The rate as it is.
+
+    Raises:
+        ValueError: one that is not finite and above 0.
+    """
+    rate = initial_decay_rate
+    number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not number or not 0 < rate < math.inf:
+        raise ValueError(f"initial_decay_rate must be finite and above 0, got {rate!r}")
+    return float(rate)
+
+
+def start_rates(A_log: Float[Tensor, " H"], lowest: float, highest: float) -> None:
     """Set ``A_log`` so that the rates ``exp(A_log)`` are uniform in ``(lowest, highest]``."""
     spread = (highest - lowest) * torch.rand(A_log.shape, device=A_log.device)
     _set_unless_loaded(A_log, (highest - spread).log())

@@ -6,7 +6,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ovq.layers.base import MixerConfig, check_sizes
-from ovq.layers.decay_parameters import start_rates, start_step_bias
+from ovq.layers.decay_parameters import (
+    INITIAL_DECAY_RATE,
+    check_decay_rate,
+    start_rates,
+    start_step_bias,
+)
 from ovq.layers.recurrent import RecurrentMixer, smooth_unit_norm
 from ovq.layers.short_conv import ShortConvolution
 from ovq.ops.gated_delta_rule import gated_delta_rule
@@ -31,9 +36,10 @@ class GatedDeltaNet(RecurrentMixer):
         num_heads: ``H``, of queries, keys and values alike.
         head_dim: ``K``.
         value_head_dim: ``V``; ``None`` for ``K``.
+        initial_decay_rate: the largest that a head may start from.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or a rate that is not above 0.
 
     Example:
         >>> layer = GatedDeltaNet(16, num_heads=2, head_dim=8)
@@ -46,7 +52,13 @@ class GatedDeltaNet(RecurrentMixer):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, head_dim: int, *, value_head_dim: int | None = None
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        value_head_dim: int | None = None,
+        initial_decay_rate: float = INITIAL_DECAY_RATE,
     ):
         super().__init__(hidden_size)
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
@@ -54,6 +66,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.value_head_dim = value_head_dim
+        self.initial_decay_rate = check_decay_rate(initial_decay_rate)
         key_size, value_size = num_heads * head_dim, num_heads * value_head_dim
         self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
@@ -87,11 +100,14 @@ class GatedDeltaNet(RecurrentMixer):
             config.num_attention_heads,
             config.head_dim,
             value_head_dim=int(value_head_dim),
+            initial_decay_rate=config.initial_decay_rate,
         )
 
     def init_parameters(self) -> None:
-        """Rates uniform in (0, 16], steps log-uniform in 0.001 to 0.1, norm weights 1."""
-        start_rates(self.A_log, lowest=0.0)
+        """Rates uniform up to ``initial_decay_rate``, steps log-uniform in 0.001 to 0.1, norm
+        weights 1.
+        """
+        start_rates(self.A_log, lowest=0.0, highest=self.initial_decay_rate)
         start_step_bias(self.dt_bias)
         nn.init.ones_(self.o_norm.weight)
 

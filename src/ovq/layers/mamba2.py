@@ -6,7 +6,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ovq.layers.base import MixerConfig, check_sizes
-from ovq.layers.decay_parameters import start_rates, start_step_bias
+from ovq.layers.decay_parameters import (
+    INITIAL_DECAY_RATE,
+    check_decay_rate,
+    start_rates,
+    start_step_bias,
+)
 from ovq.layers.recurrent import RecurrentMixer
 from ovq.layers.short_conv import ShortConvolution
 from ovq.ops.ssd import ssd
@@ -32,9 +37,10 @@ class Mamba2(RecurrentMixer):
         head_dim: ``V``, channels of one head.
         ssm_state_size: ``K``, numbers that one channel remembers.
         num_groups: ``G``, which divides ``H``; the heads of a group share ``B`` and ``C``.
+        initial_decay_rate: the largest that a head may start from.
 
     Raises:
-        ValueError: a size below 1, or ``G`` not dividing ``H``.
+        ValueError: a size below 1, ``G`` not dividing ``H``, or a rate that is not above 0.
 
     Example:
         >>> layer = Mamba2(16, num_heads=4, head_dim=8, ssm_state_size=6)
@@ -54,6 +60,7 @@ class Mamba2(RecurrentMixer):
         *,
         ssm_state_size: int,
         num_groups: int = 1,
+        initial_decay_rate: float = INITIAL_DECAY_RATE,
     ):
         super().__init__(hidden_size)
         check_sizes(
@@ -68,6 +75,7 @@ class Mamba2(RecurrentMixer):
         self.head_dim = head_dim
         self.ssm_state_size = ssm_state_size
         self.num_groups = num_groups
+        self.initial_decay_rate = check_decay_rate(initial_decay_rate)
         inner_size, maps_size = num_heads * head_dim, num_groups * ssm_state_size
         conv_size = inner_size + 2 * maps_size
         self.in_proj = nn.Linear(hidden_size, inner_size + conv_size + num_heads, bias=False)
@@ -98,11 +106,15 @@ class Mamba2(RecurrentMixer):
             int(num_heads),
             config.head_dim,
             ssm_state_size=config.ssm_state_size,
+            initial_decay_rate=config.initial_decay_rate,
         )
 
     def init_parameters(self) -> None:
-        """Rates uniform in (1, 16], steps log-uniform in 0.001 to 0.1, ``D`` and norm weights 1."""
-        start_rates(self.A_log, lowest=1.0)
+        """Rates uniform from a sixteenth of ``initial_decay_rate`` up to it, steps log-uniform in
+        0.001 to 0.1, ``D`` and norm weights 1.
+        """
+        highest = self.initial_decay_rate
+        start_rates(self.A_log, lowest=highest / 16, highest=highest)
         start_step_bias(self.dt_bias)
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm.weight)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, no_type_check
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from ovq.layers.decay_parameters import check_decay_rate
 from ovq.layers.ovq_attention import logarithm_of
 from ovq.layers.registry import check_mixer_name, check_short_conv
 from ovq.models.shipped_code import CONFIG_CLASS, ship_code
@@ -63,6 +64,9 @@ class OVQConfig(PreTrainedConfig):
             those left out have its defaults.
         initial_beta: inverse temperature that every head of OVQ and VQ layers starts from. It is
             learned, but slowly: the larger it is in the end, the less a query is lost among many.
+        initial_decay_rate: the largest that a head of Gated DeltaNet or Mamba-2 starts from. Rates
+            are drawn, so that some of many heads start with a long memory; where a layer has one
+            head or two, a smaller one gives it to them.
         num_first_tokens: ``S``, tokens at the start of a sequence that windowed OVQ layers and
             sliding windows with sinks keep for good.
         dictionary_distance: tokens between a query and the dictionary of windowed OVQ layers, for
@@ -115,6 +119,7 @@ class OVQConfig(PreTrainedConfig):
     window_size: int = 128
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
     initial_beta: float = 8.0
+    initial_decay_rate: float = 16.0
     num_first_tokens: int = 4
     dictionary_distance: int = 2048
     max_rotary_position: int = 8191
@@ -245,6 +250,7 @@ class OVQConfig(PreTrainedConfig):
             if not _is_finite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
         logarithm_of(self.initial_beta)
+        check_decay_rate(self.initial_decay_rate)
         if self.rope_theta == 0:  # its inverse frequencies are powers of 1 / rope_theta
             raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
 

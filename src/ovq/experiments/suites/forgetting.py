@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries, paper_sizes
+from ovq.experiments.variants import (
+    LONG_MEMORY,
+    Sizes,
+    Variant,
+    all_variants,
+    make_entries,
+    paper_sizes,
+)
 from ovq.points import Point, num_centroids_holding, state_bytes
 from ovq.run_config import model_config
 from ovq.tasks import ForgettingTask
@@ -65,7 +72,7 @@ def variants_of(scale: Scale, sizes: Sizes) -> dict[str, Variant]:
         "ovq": Variant(mixer="ovq", model={"dictionary": novel}),
         "ovq_paper": known["ovq_paper"],
         "linear_attention": Variant(mixer="linear_attention", model={"head_dim": 96}),
-        "gated_delta_net": Variant(mixer="gated_delta_net", model={"expand_v": 2.0}),
+        "gated_delta_net": Variant(mixer="gated_delta_net", model={"expand_v": 2.0, **LONG_MEMORY}),
         "mamba2": known["mamba2"],
     }
 
