@@ -143,24 +143,21 @@ def _regression(scores: Sequence[Score], task: Mapping[str, Any]) -> Iterator[Ve
     at = f"after {earlier} examples or more"
     goal = f"regression: error within 5% of full attention's, {FUNCTIONS} functions"
     most = [s for s in scores if s.changes.get("num_functions") == FUNCTIONS]
-    full = [s for s in most if s.model in FULL and late_error(s, earlier).mean is not None]
-    ours = [s for s in most if s.model in OVQ and late_error(s, earlier).mean is not None]
+    errors = [(score, late_error(score, earlier)) for score in most]
+    measured = [(score, found, found.mean) for score, found in errors if found.mean is not None]
+    full = [one for one in measured if one[0].model in FULL]
+    ours = [one for one in measured if one[0].model in OVQ]
     if not full or not ours:
         yield Verdict(goal=goal, at=at if task else "")
         return
-    base = min(full, key=lambda score: late_error(score, earlier).mean or 0.0)
-    error = late_error(base, earlier).mean or 0.0
+    base, of_base, error = min(full, key=lambda one: one[2])
     solved, pooled = (
         late_error(base, earlier, name).mean or 0.0
         for name in ("least_squares", "pooled_least_squares")
     )
     learned = error <= 2 * solved and error <= pooled / 2
-    baseline = (
-        f"{base.model} {late_error(base, earlier)}; least squares {solved:.3f}, pooled {pooled:.3f}"
-    )
-    for score in ours:
-        found = late_error(score, earlier)
-        own = found.mean or 0.0
+    baseline = f"{base.model} {of_base}; least squares {solved:.3f}, pooled {pooled:.3f}"
+    for score, found, own in ours:
         yield Verdict(
             goal=goal, at=f"{score.length:,} tokens, {at}",
             baseline=baseline,

@@ -62,6 +62,12 @@ def check_curriculum_fraction(fraction: float) -> None:
         raise ValueError(f"curriculum_fraction must lie in (0, 1], got {fraction!r}")
 
 
+def share_of_curriculum(progress: float, fraction: float) -> float:
+    """How much of a curriculum is over, in [0, 1], if it ends at that fraction of training."""
+    check_progress(progress)
+    return min(1.0, progress / fraction)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A source of sequences with questions; a configuration that holds no data of its own.

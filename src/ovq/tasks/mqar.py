@@ -15,8 +15,8 @@ from ovq.tasks.base import (
     TokenTask,
     check_at_least,
     check_curriculum_fraction,
-    check_progress,
     check_split,
+    share_of_curriculum,
 )
 
 # Context lengths and pairs of published runs, all with a vocabulary of 8,192. Source: folder
@@ -147,10 +147,9 @@ class MQARTask(TokenTask):
 
     def num_pairs_at(self, progress: float) -> int:
         """Pairs of a sequence at a progress of training in [0, 1]."""
-        check_progress(progress)
+        share = share_of_curriculum(progress, self.curriculum_fraction)
         if self.initial_pairs is None:
             return self.num_pairs
-        share = min(1.0, progress / self.curriculum_fraction)
         return self.initial_pairs + int(share * (self.num_pairs - self.initial_pairs))
 
     def with_pairs_fixed(self) -> "MQARTask":

@@ -16,7 +16,7 @@ from ovq.tasks.base import (
     TokenTask,
     check_at_least,
     check_curriculum_fraction,
-    check_progress,
+    share_of_curriculum,
 )
 from ovq.tasks.draws import draw_numerals, draw_places
 
@@ -287,8 +287,7 @@ class PairTask(TokenTask):
 
     def _share_at(self, progress: float) -> float:
         """Of the curriculum that is over, in [0, 1]."""
-        check_progress(progress)
-        return min(1.0, progress / self.curriculum_fraction)
+        return share_of_curriculum(progress, self.curriculum_fraction)
 
     def _draw_unique_pairs(
         self, generator: torch.Generator, part: Part, progress: float

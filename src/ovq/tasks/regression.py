@@ -13,8 +13,8 @@ from ovq.tasks.base import (
     Split,
     check_at_least,
     check_curriculum_fraction,
-    check_progress,
     check_split,
+    share_of_curriculum,
 )
 
 # Rows of distances that the nearest-neighbour oracle holds at a time.
@@ -119,10 +119,9 @@ class InContextRegressionTask(ContinuousTask):
 
     def num_functions_at(self, progress: float) -> int:
         """Functions of a sequence at a progress of training in [0, 1]."""
-        check_progress(progress)
+        share = share_of_curriculum(progress, self.curriculum_fraction)
         if self.initial_functions is None:
             return self.num_functions
-        share = min(1.0, progress / self.curriculum_fraction)
         return self.initial_functions + int(share * (self.num_functions - self.initial_functions))
 
     def example(
