@@ -37,7 +37,7 @@ OPTIONS = {
     "compare": {
         "--output", "--mixers", "--lengths", "--pure", "--budget", "--quick", "--threads",
     },
-    "experiment": {"--output", "--scale", "--quick", "--list", "--threads"},
+    "experiment": {"--output", "--scale", "--quick", "--only", "--list", "--threads"},
     "report": {"--output"},
 }  # fmt: skip
 

@@ -43,6 +43,16 @@ def test_a_suite_runs_and_the_list_says_so(toys, tmp_path):
     assert line.split()[-4:] == ["3", "0", "0", "0"]
 
 
+def test_some_models_of_a_suite_and_later_the_others(toys, tmp_path):
+    result = invoke("experiment", "recall", "--only", "full,", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "toy: 3 done, 3 missing" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "toy").glob("ovq*")) == []
+    result = invoke("experiment", "recall", "-o", tmp_path)
+    assert "toy: 6 done" in result.stdout
+    assert "full-lr" not in result.stdout
+
+
 def test_an_interrupt_says_how_to_go_on(toys, tmp_path, monkeypatch):
     train = ovq.experiments.run.train
 
@@ -75,6 +85,9 @@ def test_bad_input_is_one_line(toys, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("precious")
     assert "--output must be a folder" in bad_input("experiment", "recall", "-o", file)
+    message = bad_input("experiment", "recall", "--only", "ovq,gru", "-o", tmp_path / "nothing")
+    assert "--only must name some of ovq, full, got 'gru'" in message
+    assert not (tmp_path / "nothing").exists()
     monkeypatch.undo()
     assert "SUITE must be one of recall" in bad_input("experiment", "nonsense", "--list")
     assert "--scale must be one of" in bad_input("experiment", "recall", "--scale", "x")

@@ -36,6 +36,9 @@ def experiment(
     quick: Annotated[
         bool, typer.Option("--quick", help="A few minutes a suite: that it runs, not what is true.")
     ] = False,
+    only: Annotated[
+        str, typer.Option(help="Names of models to run, comma-separated; all by default.")
+    ] = "",
     listed: Annotated[
         bool, typer.Option("--list", help="What is planned, done and missing; run nothing.")
     ] = False,
@@ -51,15 +54,18 @@ def experiment(
     if listed:
         _list(experiments, folder)
         return
+    names = _known(only, experiments)
     failed = 0
     for planned in experiments:
+        if names and names.isdisjoint(entry.name for entry in planned.entries):
+            continue
         with progress_bar(f"{planned.name}, minutes", "{task.fields[what]}") as update:
 
             def progress(done: float, total: float, what: str, update=update) -> None:
                 update(done, max(total, 0.1), what=what)
 
             record = run_experiment(
-                planned, folder, progress=progress,
+                planned, folder, only=names, progress=progress,
                 finished=lambda run, line: console.print(
                     f"{run}: {line}", markup=False, soft_wrap=True
                 ),
@@ -71,6 +77,15 @@ def experiment(
         failed += record.get("counts", {}).get("failed", 0)
     if failed:
         raise typer.Exit(1)
+
+
+def _known(text: str, experiments: list) -> frozenset[str]:
+    """The names in a comma-separated text, each of some entry."""
+    names = frozenset(part.strip() for part in text.split(",") if part.strip())
+    known = {entry.name: None for planned in experiments for entry in planned.entries}
+    for name in sorted(names - known.keys()):
+        raise ValueError(f"--only must name some of {', '.join(known)}, got {name!r}")
+    return names
 
 
 def _print_counts(folder: Path, record: dict[str, Any]) -> None:

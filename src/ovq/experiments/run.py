@@ -1,6 +1,6 @@
 """Run an experiment: every run an ordinary run folder, gone on with wherever it was stopped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ def run_experiment(
     experiment: Experiment,
     output: Path,
     *,
+    only: Collection[str] = (),
     progress: Progress | None = None,
     finished: Finished | None = None,
 ) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def run_experiment(
         experiment: the plan.
         output: folder of all experiments; runs lie in ``SUITE/ENTRY-lrRATE-seedSEED`` there, and
             the record, ``experiment.json``, in ``SUITE``.
+        only: names of the entries to train and measure; none for all. The record tells of all.
         progress: called after every step and every measurement.
         finished: called after every run.
 
@@ -63,7 +65,7 @@ def run_experiment(
     first = processes().is_main_process
     try:
         with FileLock(folder / LOCK_FILE).acquire(timeout=0) if first else nullcontext():
-            return _Runner(experiment, output, progress, finished).run()
+            return _Runner(experiment, output, only, progress, finished).run()
     except Timeout:
         raise ValueError(
             f"--output must be a folder that no experiment is running in, got {folder}"
@@ -77,17 +79,19 @@ class _Runner:
         self,
         experiment: Experiment,
         output: Path,
+        only: Collection[str],
         progress: Progress | None,
         finished: Finished | None,
     ):
         self.experiment, self.output = experiment, output
+        self.entries = [entry for entry in experiment.entries if not only or entry.name in only]
         self.progress = progress or (lambda done, total, what: None)
         self.finished = finished or (lambda folder, line: None)
         self.command = command_line()
         self.failures: dict[str, str] = {}
         self.is_first = processes().is_main_process
         self.done = 0.0
-        self.total = sum(map(self._minutes_left, experiment.entries))
+        self.total = sum(map(self._minutes_left, self.entries))
 
     def run(self) -> dict[str, Any]:
         """Everything that is missing; the record."""
@@ -95,7 +99,7 @@ class _Runner:
         processes().wait_for_everyone()
         try:
             for seed in self.experiment.seeds:
-                for entry in self.experiment.entries:
+                for entry in self.entries:
                     if seed == self.experiment.seeds[0]:
                         for trial in self.experiment.candidates(entry):
                             self._try(trial, self._train)
