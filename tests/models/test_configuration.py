@@ -61,6 +61,11 @@ def test_file_round_trip(tmp_path):
         ({"num_attention_heads": 7}, "num_attention_heads must divide hidden_size 512 .* got 7"),
         ({"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, got 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
+        (
+            {"num_identity_layers": 9},
+            "num_identity_layers must be .* 0 to num_hidden_layers 8, got 9",
+        ),
+        ({"num_identity_layers": True}, "num_identity_layers must be an integer .* got True"),
         ({"window_size": 0}, "window_size must be an integer of at least 1, got 0"),
         ({"rope_theta": float("nan")}, "rope_theta must be finite .* got nan"),
         ({"initial_beta": 0}, "initial_beta must be finite and above 0, got 0"),

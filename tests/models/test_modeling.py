@@ -98,6 +98,26 @@ def test_missing_parameters_start_as_new_ones(make_model, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_last_layers_may_start_as_the_identity(make_model, token_ids, tmp_path, name):
+    model = make_model(layer_pattern=[name], num_hidden_layers=3, num_identity_layers=2)
+    for layer in model.model.layers[1:]:
+        x = torch.randn(2, 9, 32)
+        assert layer(x)[0].equal(x)
+    assert not model.model.layers[0](x)[0].equal(x)
+    model.train()(token_ids, labels=token_ids).loss.backward()
+    for layer in model.model.layers:
+        assert layer.mixer.output_projection.weight.grad.abs().max() > 0
+        assert layer.mlp.down_proj.weight.grad.abs().max() > 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    model.save_pretrained(tmp_path)
+    loaded = OVQForCausalLM.from_pretrained(tmp_path)
+    for key, tensor in model.state_dict().items():
+        assert tensor.equal(loaded.state_dict()[key]), key
+
+
 def test_from_config_registers_and_initialises(token_ids):
     config = OVQConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, initializer_range=0.1)
     model = AutoModelForCausalLM.from_config(config)

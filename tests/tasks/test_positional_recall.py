@@ -68,17 +68,24 @@ def test_keys_come_so_many_times_with_other_values(task, split, progress):
             assert len(set(values)) == len(values)
 
 
-def test_times_grow_from_the_first_to_the_last():
-    task = PositionalRecallTask(min_occurrences=2, max_occurrences=8, initial_occurrences=1)
+def test_times_grow_once_the_pairs_are_thin():
+    task = PositionalRecallTask(
+        min_occurrences=2, max_occurrences=8, initial_occurrences=1, occurrences_fraction=0.75
+    )
     bounds = [task.occurrences_at(step / 64) for step in range(65)]
     assert bounds == sorted(bounds)
-    assert bounds[0] == (1, 1)
-    assert bounds[32] == bounds[-1] == (2, 8) == task.without_curriculum().occurrences_at(0.0)
+    assert bounds[0] == bounds[32] == (1, 1)
+    assert bounds[40] == (1, 4)
+    assert bounds[48] == bounds[-1] == (2, 8) == task.without_curriculum().occurrences_at(0.0)
     assert [most for _, most in dict.fromkeys(bounds)] == [*range(1, 9), 8]
     with pytest.raises(ValueError, match=r"initial_occurrences must be at most min_occ.* got 3"):
         PositionalRecallTask(min_occurrences=2, initial_occurrences=3)
     with pytest.raises(ValueError, match="initial_occurrences must be an integer of at least 1"):
         PositionalRecallTask(initial_occurrences=0)
+    with pytest.raises(ValueError, match=r"occurrences_fraction must be above .* 0.5, got 0.5"):
+        PositionalRecallTask(initial_occurrences=1, occurrences_fraction=0.5)
+    with pytest.raises(ValueError, match=r"occurrences_fraction must lie in \(0, 1\], got 1.5"):
+        PositionalRecallTask(occurrences_fraction=1.5)
 
 
 def test_all_numbers_of_times_come_and_no_key_is_special():
@@ -110,14 +117,15 @@ def test_questions_name_key_and_time(task):
         found = values_by_key(task, input_ids)
         names = task.decode(input_ids[task.context_length :]).split()
         assert names[0] == "?"
-        width = task.key_length + 1 + task.value_length
+        asking = task.key_length + 1
+        width = asking + task.value_length
         blocks = [names[i : i + width] for i in range(1, len(names), width)]
         assert len(blocks) == task.num_queries
-        assert len({tuple(block[: task.key_length + 1]) for block in blocks}) == len(blocks)
+        assert len({tuple(block[:asking]) for block in blocks}) == len(blocks)
         for block in blocks:
-            key, ordinal = tuple(block[: task.key_length]), block[task.key_length]
+            ordinal, key = block[0], tuple(block[1:asking])
             assert ordinal[0] == "o"
-            assert found[key][int(ordinal[1:])] == tuple(block[task.key_length + 1 :])
+            assert found[key][int(ordinal[1:])] == tuple(block[asking:])
         start = task.context_length + 1
         assert (labels[:start] == IGNORED).all()
         asked = (labels[start:] != IGNORED).view(-1, width)
@@ -148,7 +156,7 @@ def test_groups_are_the_times_asked_for():
         groups = task.groups(example)
         assert set(groups) <= {f"o{time}" for time in range(8)}
         for name, places in groups.items():
-            before = example["input_ids"][places.nonzero()[:, 0] - 1]
+            before = example["input_ids"][places.nonzero()[:, 0] - 2]
             assert set(task.decode(before).split()) == {name}
 
 
@@ -159,7 +167,7 @@ def test_context_chance_is_reached_by_any_value_of_the_key():
         found = values_by_key(task, example["input_ids"])
         names = task.decode(example["input_ids"][task.context_length + 1 :]).split()
         for i in range(0, len(names), 3):
-            right += found[(names[i],)][0] == (names[i + 2],)
+            right += found[(names[i + 1],)][0] == (names[i + 2],)
             total += 1
     assert right / total == pytest.approx(task.context_chance, abs=0.03)
     assert 0.15 < task.context_chance < 0.3

@@ -98,6 +98,11 @@ class Mixer(nn.Module, ABC):
     def from_config(cls, config: MixerConfig, layer_idx: int) -> "Mixer":
         """The mixer that a model of this configuration has at layer ``layer_idx``."""
 
+    @property
+    def output_projection(self) -> nn.Linear:
+        """The last map, to hidden states."""
+        return self.get_submodule("o_proj")  # pyright: ignore[reportReturnType]
+
     def init_parameters(self) -> None:
         """Set the mixer's own parameters, other than those of its submodules, to starting values.
 

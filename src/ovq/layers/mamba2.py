@@ -109,6 +109,11 @@ class Mamba2(RecurrentMixer):
             initial_decay_rate=config.initial_decay_rate,
         )
 
+    @property
+    def output_projection(self) -> nn.Linear:
+        """Under the name it has in public checkpoints."""
+        return self.out_proj
+
     def init_parameters(self) -> None:
         """Rates uniform from a sixteenth of ``initial_decay_rate`` up to it, steps log-uniform in
         0.001 to 0.1, ``D`` and norm weights 1.

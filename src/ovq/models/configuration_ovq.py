@@ -49,6 +49,8 @@ class OVQConfig(PreTrainedConfig):
         hidden_size: ``D``.
         intermediate_size: width of the SwiGLU block.
         num_hidden_layers: layers.
+        num_identity_layers: the last so many start as the identity, their output projections zero.
+            A deep and narrow model then first learns what a shallow one does.
         num_attention_heads: query heads ``H``.
         num_key_value_heads: key-value heads ``G``, which divides ``H``; ``None`` for ``H``. Gated
             DeltaNet, Mamba-2 and MesaNet layers have no grouped heads, and do not read it.
@@ -109,6 +111,7 @@ class OVQConfig(PreTrainedConfig):
     hidden_size: int = 512
     intermediate_size: int = 1408
     num_hidden_layers: int = 8
+    num_identity_layers: int = 0
     num_attention_heads: int = 8
     # None until filled in from the others.
     num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
@@ -236,6 +239,12 @@ class OVQConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
                 f"got {self.num_key_value_heads}"
+            )
+        number = self.num_identity_layers
+        if type(number) is not int or not 0 <= number <= self.num_hidden_layers:
+            raise ValueError(
+                f"num_identity_layers must be an integer from 0 to num_hidden_layers "
+                f"{self.num_hidden_layers}, got {number!r}"
             )
         _check_pattern(self.layer_pattern)
         self.layer_pattern = list(self.layer_pattern)

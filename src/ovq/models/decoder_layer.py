@@ -9,6 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ovq.layers import MixerState, build_mixer
 from ovq.models.configuration_ovq import OVQConfig
 
+STARTS_AT_ZERO = "starts_at_zero"  # an attribute of modules whose weights do
+
 
 class OVQRMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, computed in float32 at least.
@@ -55,6 +57,10 @@ class OVQDecoderLayer(GradientCheckpointingLayer):
         self.mlp = OVQSwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = OVQRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OVQRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if layer_idx >= config.num_hidden_layers - config.num_identity_layers:
+            # transformers initialises modules with parameters of their own alone: not this one.
+            for projection in (self.mixer.output_projection, self.mlp.down_proj):
+                setattr(projection, STARTS_AT_ZERO, True)
 
     def forward(
         self, hidden_states: Float[Tensor, "B T D"], state: MixerState | None = None

@@ -27,7 +27,7 @@ from ovq.layers.registry import WITH_DICTIONARY
 from ovq.layers.short_conv import ShortConvolution
 from ovq.models.cache import CACHE_FIELD, OVQCache, one_cache, real_tokens
 from ovq.models.configuration_ovq import OVQConfig, dictionary_config
-from ovq.models.decoder_layer import OVQDecoderLayer, OVQRMSNorm
+from ovq.models.decoder_layer import STARTS_AT_ZERO, OVQDecoderLayer, OVQRMSNorm
 from ovq.models.generation import OVQGenerationMixin
 
 logger = logging.get_logger(__name__)
@@ -75,7 +75,8 @@ class OVQPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         # Functions of `init` skip what a checkpoint has set (flag `_is_hf_initialized`).
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            at_zero = getattr(module, STARTS_AT_ZERO, False)
+            init.normal_(module.weight, std=0.0 if at_zero else self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, OVQRMSNorm | nn.RMSNorm):

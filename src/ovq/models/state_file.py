@@ -19,7 +19,7 @@ from ovq.ops.state_file import StateFile, add_tensors, state_classes
 _NOT_IN_A_STATE = {
     "keys_to_ignore_at_inference", "max_position_embeddings", "initializer_range", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "straight_through",
-    "initial_beta", "initial_decay_rate",
+    "initial_beta", "initial_decay_rate", "num_identity_layers",
 }  # fmt: skip
 _SHORT = 12  # digits of a digest in a message
 

@@ -124,7 +124,7 @@ class PairTask(TokenTask):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             optional = field.default is None
-            if field.name == "curriculum_fraction" or (optional and value is None):
+            if field.name.endswith("_fraction") or (optional and value is None):
                 continue
             check_at_least(field.name, value, 1)
             if field.name.endswith(("values", "filler")) and value % 2:

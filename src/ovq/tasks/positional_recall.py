@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ovq.tasks.alphabets import Vocabulary
-from ovq.tasks.base import Split, check_split
+from ovq.tasks.base import Split, check_progress, check_split
 from ovq.tasks.draws import draw_distinct, draw_places
 from ovq.tasks.pairs import SPECIAL, PairTask, Part, in_each_kind
 
@@ -23,23 +23,25 @@ class PositionalRecallTask(PairTask):
     One example, with ``context_length=16, tokens_per_pair=4, num_queries=2`` (k keys, v values,
     f filler, o ordinals, of which o0 asks for the first time; a dot is the label -100):
 
-        input_ids  f4 k3 v5 f1 k9 v0 f2 k3 v8 f4 k9 v3 f6 f0 f0 f7  ?  k9 o0 v0 k3 o1 v8
+        input_ids  f4 k3 v5 f1 k9 v0 f2 k3 v8 f4 k9 v3 f6 f0 f0 f7  ?  o0 k9 v0 o1 k3 v8
         labels      .  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .   .  . v0  .  . v8
 
     Every key comes ``min_occurrences`` to ``max_occurrences`` times, in random order, with another
     value each time; the numbers of times are uniform but for a few, changed to add up to the number
     of pairs. Values are uniform, and no two values of a key share a couple ``v0 v1``, ``v2 v3``,
     ... in their last token, so that they still differ when a split changes the last token of the
-    context. The queries ask for pairs drawn without replacement, by key and ordinal.
+    context. The queries ask for pairs drawn without replacement, by ordinal and key.
 
     Placement, splits and the other fields are those of :class:`~ovq.tasks.pairs.PairTask`.
 
     Attributes:
         min_occurrences: times that a key comes, at least.
         max_occurrences: times that a key comes, at most.
-        initial_occurrences: times that every key comes at progress 0; from there both bounds move
-            to what they are in the end, at the pace of the density. With 1 it starts as basic
-            recall. ``None`` for no such curriculum.
+        initial_occurrences: times that every key comes until ``curriculum_fraction``, when the
+            density is what it will be; from there both bounds move to what they are in the end.
+            With 1 it starts as basic recall. ``None`` for no such curriculum.
+        occurrences_fraction: progress at which the bounds are that, above ``curriculum_fraction``
+            if there is such a curriculum, at most 1.
 
     Raises:
         ValueError: a field out of its range; too few keys for the pairs at the densest, too few
@@ -54,6 +56,7 @@ class PositionalRecallTask(PairTask):
     min_occurrences: int = 2
     max_occurrences: int = 8
     initial_occurrences: int | None = None
+    occurrences_fraction: float = 1.0
 
     def _check_part(self, part: Part) -> None:
         least, most = self.min_occurrences, self.max_occurrences
@@ -70,6 +73,13 @@ class PositionalRecallTask(PairTask):
             raise ValueError(
                 f"initial_occurrences must be at most min_occurrences = {least}, got "
                 f"{self.initial_occurrences}"
+            )
+        begun, ended = self.curriculum_fraction, self.occurrences_fraction
+        if not isinstance(ended, int | float) or not 0.0 < ended <= 1.0:
+            raise ValueError(f"occurrences_fraction must lie in (0, 1], got {ended!r}")
+        if self.initial_occurrences is not None and ended <= begun:
+            raise ValueError(
+                f"occurrences_fraction must be above curriculum_fraction = {begun}, got {ended}"
             )
         super()._check_part(part)
         densest = part.num_pairs_at(0.0, self.initial_tokens_per_pair)
@@ -103,7 +113,10 @@ class PositionalRecallTask(PairTask):
         final = self.min_occurrences, self.max_occurrences
         if self.initial_occurrences is None:
             return final
-        first, share = self.initial_occurrences, self._share_at(progress)
+        check_progress(progress)
+        first, begun = self.initial_occurrences, self.curriculum_fraction
+        share = (progress - begun) / (self.occurrences_fraction - begun)
+        share = min(1.0, max(0.0, share))
         least, most = (first + share * (end - first) for end in final)
         return int(least), round(most)
 
@@ -134,7 +147,7 @@ class PositionalRecallTask(PairTask):
         pairs, first_ordinal = context[places[asked]], self.vocabulary.bounds("o")[0]
         key, value = pairs.split([self.key_length, self.value_length], dim=1)
         ordinals = first_ordinal + times[asked, None]
-        return self._ask(context, torch.cat([key, ordinals, value], dim=1))
+        return self._ask(context, torch.cat([ordinals, key, value], dim=1))
 
     def _draw_owners(
         self, generator: torch.Generator, num_pairs: int, num_keys: int, progress: float
@@ -167,7 +180,7 @@ class PositionalRecallTask(PairTask):
     def groups(self, example: Mapping[str, Tensor]) -> dict[str, Bool[Tensor, " T"]]:
         """The answers by ordinal, under the names of the ordinals' tokens."""
         questions = self._questions(example["input_ids"])
-        ordinals = questions[:, -1] - self.vocabulary.bounds("o")[0]
+        ordinals = questions[:, 0] - self.vocabulary.bounds("o")[0]
         names = {time: f"o{time}" for time in range(self.max_occurrences)}
         return in_each_kind(names, self._spread(example, ordinals))
 
@@ -177,8 +190,8 @@ class PositionalRecallTask(PairTask):
         places = self._key_places(context)
         keys = context[places]
         known, owners = keys.unique(dim=0, return_inverse=True)
-        asked = (questions[:, None, :-1] == known).all(dim=-1).int().argmax(dim=1)  # [Q]
-        ordinals = questions[:, -1:] - self.vocabulary.bounds("o")[0]
+        asked = (questions[:, None, 1:] == known).all(dim=-1).int().argmax(dim=1)  # [Q]
+        ordinals = questions[:, :1] - self.vocabulary.bounds("o")[0]
         is_it = (owners == asked[:, None]) & (_times_before(owners) == ordinals)  # [Q, P]
         return self._values_after(context, places[is_it.int().argmax(dim=1)])
 

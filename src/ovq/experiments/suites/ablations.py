@@ -39,7 +39,10 @@ def variants_of(sizes: Sizes) -> dict[str, Variant]:
 
 
 def ablations(scale: Scale) -> Experiment:
-    """Growth, seeding, rate, chunks, centroids, short convolution, temperature."""
+    """Growth, seeding, rate, chunks, centroids, short convolution, temperature.
+
+    All at the learning rate that recall finds best for the model that they change.
+    """
     trained = sizes(scale)
     start = trained.task.context_length
     lengths = longer(start, scale, longest=16 * start)
@@ -55,6 +58,6 @@ def ablations(scale: Scale) -> Experiment:
         question="Which of its choices does OVQ attention owe its recall to?",
         entries=make_entries(RECALL, scale, trained, shared, points, CORE)
         + make_entries(NAME, scale, trained, variants_of(trained), points, CORE),
-        learning_rates=scale.learning_rates,
+        learning_rates=scale.learning_rates[:1],
         seeds=scale.seeds,
     )
