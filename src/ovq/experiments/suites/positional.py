@@ -19,7 +19,7 @@ STAGES = {
     "initial_tokens_per_pair": 2,
     "curriculum_fraction": 0.3,
     "initial_occurrences": 1,
-    "occurrences_fraction": 0.75,
+    "occurrences_fraction": 0.6,
 }
 
 
