@@ -14,7 +14,7 @@ from ovq.runs import read_run
 
 TASKS = {
     "recall": {"num_queries": 2, "num_keys": 64},
-    "positional_recall": {"num_queries": 2, "num_keys": 64},
+    "positional_recall": {"num_queries": 2, "num_keys": 64, "curriculum_fraction": 0.5},
     "forgetting": {"first_length": 32, "num_queries": 2, "num_keys": 64, "num_later_keys": 64},
     "mqar": {"vocab_size": 128, "initial_pairs": 2},
     "regression": {"num_features": 2, "num_functions": 4, "code_length": 4},
@@ -32,7 +32,7 @@ def toy_task(task):
     fields = task_to_dict(task)
     changes = TASKS[fields["name"]] | {"context_length": 64}
     if "curriculum_fraction" in fields:
-        changes["curriculum_fraction"] = 1.0
+        changes.setdefault("curriculum_fraction", 1.0)
     return task_from_dict(fields | changes)
 
 
