@@ -19,7 +19,9 @@ from ovq.report.sections.base import (
 from ovq.report.tables import Cell, Table
 
 ALL = "all"
-LEAST = 1e-4  # what is smaller is drawn here: least squares is exact without noise
+# What is smaller or larger is drawn here. Least squares is exact without noise; with noise its
+# error has no mean where there are about as many examples as features.
+LEAST, MOST = 1e-4, 10.0
 ORACLES = {
     "least_squares": "least squares per function",
     "pooled_least_squares": "pooled least squares",
@@ -31,8 +33,9 @@ def regression(suite: Suite) -> Section:
     """Squared errors by number of functions, beside those of three solvers."""
     notes = (
         "Squared error of a prediction by the number of earlier examples of its function; targets "
-        "have variance 1. The solvers predict on the same sequences; where there is no noise, "
-        f"least squares is exact, and errors below {LEAST:g} are drawn there.",
+        "have variance 1. The solvers predict on the same sequences. Least squares is exact where "
+        "there is no noise, and boundless where there is and examples are about as many as "
+        f"features: errors below {LEAST:g} or above {MOST:g} are drawn there.",
     )
     return make_section(suite, "In-context regression", notes, _charts(suite), _tables(suite))
 
@@ -71,7 +74,7 @@ def oracle_errors(scores: list[Score], group: str) -> Mapping[str, float]:
 
 
 def _drawn(record: Record) -> Record:
-    limits = {name: max(LEAST, record[name]) for name in ("mean", "low", "high")}
+    limits = {name: min(MOST, max(LEAST, record[name])) for name in ("mean", "low", "high")}
     return record | limits | {"x": record["x"].removesuffix(" earlier")}
 
 
