@@ -4,9 +4,10 @@ One class, one file, one line in the registry (:mod:`ovq.layers.registry`). The 
 held by one test suite that runs over every registry entry.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -193,3 +194,15 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_above_zero(**numbers: Any) -> None:
+    """Raise unless all, by the names of their arguments, are finite numbers above 0.
+
+    Raises:
+        ValueError: another number, or something that is none.
+    """
+    for name, number in numbers.items():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < math.inf:
+            raise ValueError(f"{name} must be finite and above 0, got {number!r}")

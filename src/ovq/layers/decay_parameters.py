@@ -1,7 +1,6 @@
 """Starting values of the two parameters by which a head's decay is learned."""
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -9,19 +8,6 @@ from torch import Tensor, nn
 
 INITIAL_DECAY_RATE = 16.0
 MIN_STEP, MAX_STEP = 1e-3, 1e-1
-
-
-def check_decay_rate(initial_decay_rate: Any) -> float:
-    """The rate as it is.
-
-    Raises:
-        ValueError: one that is not finite and above 0.
-    """
-    rate = initial_decay_rate
-    number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if not number or not 0 < rate < math.inf:
-        raise ValueError(f"initial_decay_rate must be finite and above 0, got {rate!r}")
-    return float(rate)
 
 
 def start_rates(A_log: Float[Tensor, " H"], lowest: float, highest: float) -> None:

@@ -5,10 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ovq.layers.base import MixerConfig, check_sizes
+from ovq.layers.base import MixerConfig, check_above_zero, check_sizes
 from ovq.layers.decay_parameters import (
     INITIAL_DECAY_RATE,
-    check_decay_rate,
     start_rates,
     start_step_bias,
 )
@@ -66,7 +65,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.value_head_dim = value_head_dim
-        self.initial_decay_rate = check_decay_rate(initial_decay_rate)
+        check_above_zero(initial_decay_rate=initial_decay_rate)
+        self.initial_decay_rate = initial_decay_rate
         key_size, value_size = num_heads * head_dim, num_heads * value_head_dim
         self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, key_size, bias=False)

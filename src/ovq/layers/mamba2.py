@@ -5,10 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ovq.layers.base import MixerConfig, check_sizes
+from ovq.layers.base import MixerConfig, check_above_zero, check_sizes
 from ovq.layers.decay_parameters import (
     INITIAL_DECAY_RATE,
-    check_decay_rate,
     start_rates,
     start_step_bias,
 )
@@ -75,7 +74,8 @@ class Mamba2(RecurrentMixer):
         self.head_dim = head_dim
         self.ssm_state_size = ssm_state_size
         self.num_groups = num_groups
-        self.initial_decay_rate = check_decay_rate(initial_decay_rate)
+        check_above_zero(initial_decay_rate=initial_decay_rate)
+        self.initial_decay_rate = initial_decay_rate
         inner_size, maps_size = num_heads * head_dim, num_groups * ssm_state_size
         conv_size = inner_size + 2 * maps_size
         self.in_proj = nn.Linear(hidden_size, inner_size + conv_size + num_heads, bias=False)

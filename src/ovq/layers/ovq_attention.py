@@ -2,30 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ovq.layers.base import MixerConfig
+from ovq.layers.base import MixerConfig, check_above_zero
 from ovq.layers.convolved import ConvolvedMixer, ConvolvedState
 from ovq.ops.ovq_attention import DictionaryConfig, OVQState, ovq_attention
 
 INITIAL_BETA = 8.0
-
-
-def logarithm_of(initial_beta: Any) -> float:
-    """What the logarithm of an inverse temperature starts from.
-
-    Raises:
-        ValueError: a temperature that is not finite and above 0.
-    """
-    number = isinstance(initial_beta, int | float) and not isinstance(initial_beta, bool)
-    if not number or not 0 < initial_beta < math.inf:
-        raise ValueError(f"initial_beta must be finite and above 0, got {initial_beta!r}")
-    return math.log(initial_beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +74,7 @@ class OVQAttention(ConvolvedMixer):
             hidden_size, num_heads, num_kv_heads, head_dim, use_short_conv=use_short_conv
         )
         self.dictionary = dictionary
+        check_above_zero(initial_beta=initial_beta)
         self.initial_beta = initial_beta
         self.log_beta = nn.Parameter(torch.empty(num_heads))
         self.init_parameters()
@@ -106,7 +94,7 @@ class OVQAttention(ConvolvedMixer):
 
     def init_parameters(self) -> None:
         """``beta`` starts at ``initial_beta`` in every head."""
-        nn.init.constant_(self.log_beta, logarithm_of(self.initial_beta))
+        nn.init.constant_(self.log_beta, math.log(self.initial_beta))
 
     @property
     def beta(self) -> Float[Tensor, " H"]:

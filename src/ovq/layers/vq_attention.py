@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ovq.layers.base import MixerConfig
+from ovq.layers.base import MixerConfig, check_above_zero
 from ovq.layers.codebook import Codebook, CodebookHealth
 from ovq.layers.convolved import ConvolvedMixer
-from ovq.layers.ovq_attention import INITIAL_BETA, logarithm_of, unit_norm
+from ovq.layers.ovq_attention import INITIAL_BETA, unit_norm
 from ovq.ops.quantization import quantized
 from ovq.ops.vq_attention import check_straight_through, vq_attention
 from ovq.ops.vq_state import VQState
@@ -93,6 +93,7 @@ class VQAttention(ConvolvedMixer):
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         check_straight_through(straight_through)
         self.block_size = block_size
+        check_above_zero(initial_beta=initial_beta)
         self.initial_beta = initial_beta
         self.straight_through = straight_through
         self.log_beta = nn.Parameter(torch.empty(num_heads))
@@ -141,7 +142,7 @@ class VQAttention(ConvolvedMixer):
 
     def init_parameters(self) -> None:
         """``beta`` starts at ``initial_beta`` in every head, the codebooks with nothing learned."""
-        nn.init.constant_(self.log_beta, logarithm_of(self.initial_beta))
+        nn.init.constant_(self.log_beta, math.log(self.initial_beta))
         for codebook in self.codebooks.values():
             codebook.init_parameters()
 

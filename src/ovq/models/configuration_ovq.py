@@ -12,8 +12,7 @@ from typing import Any, ClassVar, no_type_check
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from ovq.layers.decay_parameters import check_decay_rate
-from ovq.layers.ovq_attention import logarithm_of
+from ovq.layers.base import check_above_zero
 from ovq.layers.registry import check_mixer_name, check_short_conv
 from ovq.models.shipped_code import CONFIG_CLASS, ship_code
 from ovq.ops.ovq_attention import DictionaryConfig
@@ -258,8 +257,7 @@ class OVQConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not _is_finite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
-        logarithm_of(self.initial_beta)
-        check_decay_rate(self.initial_decay_rate)
+        check_above_zero(initial_beta=self.initial_beta, initial_decay_rate=self.initial_decay_rate)
         if self.rope_theta == 0:  # its inverse frequencies are powers of 1 / rope_theta
             raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
 

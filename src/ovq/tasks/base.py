@@ -56,10 +56,10 @@ def check_progress(progress: float) -> None:
         raise ValueError(f"progress must lie in [0, 1], got {progress!r}")
 
 
-def check_curriculum_fraction(fraction: float) -> None:
+def check_curriculum_fraction(fraction: float, name: str = "curriculum_fraction") -> None:
     """Raise a ``ValueError`` unless a curriculum ends within training, in (0, 1]."""
     if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
-        raise ValueError(f"curriculum_fraction must lie in (0, 1], got {fraction!r}")
+        raise ValueError(f"{name} must lie in (0, 1], got {fraction!r}")
 
 
 def share_of_curriculum(progress: float, fraction: float) -> float:

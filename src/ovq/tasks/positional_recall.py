@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ovq.tasks.alphabets import Vocabulary
-from ovq.tasks.base import Split, check_progress, check_split
+from ovq.tasks.base import Split, check_curriculum_fraction, check_progress, check_split
 from ovq.tasks.draws import draw_distinct, draw_places
 from ovq.tasks.pairs import SPECIAL, PairTask, Part, in_each_kind
 
@@ -75,8 +75,7 @@ class PositionalRecallTask(PairTask):
                 f"{self.initial_occurrences}"
             )
         begun, ended = self.curriculum_fraction, self.occurrences_fraction
-        if not isinstance(ended, int | float) or not 0.0 < ended <= 1.0:
-            raise ValueError(f"occurrences_fraction must lie in (0, 1], got {ended!r}")
+        check_curriculum_fraction(ended, "occurrences_fraction")
         if self.initial_occurrences is not None and ended <= begun:
             raise ValueError(
                 f"occurrences_fraction must be above curriculum_fraction = {begun}, got {ended}"
