@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ovq.evaluate import evaluate, generate, held_out_tokens
 from ovq.loading import load_run, load_text_model
@@ -16,7 +17,7 @@ from ovq.points import num_centroids_at
 from ovq.run_config import RunConfig
 from ovq.runs import read_run, write_text
 from ovq.tasks import InContextRegressionTask, LanguageModelingTask, Split, TaskDataset
-from ovq.train import collate, latest_checkpoint, make_model, train
+from ovq.train import collate, latest_checkpoint, make_model, num_tokens, train
 
 from .tiny import STEPS, tiny_run, tiny_text_run
 
@@ -370,11 +371,60 @@ def test_a_name_to_freeze_that_no_parameter_has_is_an_error(tmp_path):
         train(tiny_run(frozen=("beta",)), tmp_path / "run")
 
 
+def test_layers_stay_the_identity_until_it_is_their_turn(tmp_path):
+    config = tiny_run(identity_fraction=4 / STEPS)
+    config = replace(config, model=config.model | {"num_identity_layers": 1})
+    before = {n: p.detach().clone() for n, p in make_model(config).named_parameters()}
+    checkpoint = interrupted(config, tmp_path / "run", 3)
+    assert checkpoint.name == "step-4"
+    half = load_file(checkpoint / "model.safetensors")
+    kept = {name for name in before if before[name].equal(half[name])}
+    assert kept == {name for name in before if ".layers.0." in name}
+    resumed = train(config, tmp_path / "run")
+    after = load_run(tmp_path / "run")[1].state_dict()
+    assert not [name for name in before if before[name].equal(after[name])]
+    whole = train(config, tmp_path / "whole")
+    assert resumed["training"]["losses"] == whole["training"]["losses"]
+
+
+def test_a_run_begins_with_short_contexts_and_goes_on_where_it_stopped(tmp_path):
+    config = tiny_run(short_length=8, short_fraction=4 / STEPS)
+    whole = train(config, tmp_path / "whole")
+    short, long = 4 * (8 + 1 + 2), 32 + 1 + 2 * 2  # one pair in 8 tokens, asked for
+    sequences = 2
+    assert num_tokens(config, 3) == 3 * sequences * short
+    assert num_tokens(config, STEPS) == sequences * (4 * short + (STEPS - 4) * long)
+    interrupted(config, tmp_path / "run", 3)
+    assert train(config, tmp_path / "run")["training"]["losses"] == whole["training"]["losses"]
+    usual = train(tiny_run(), tmp_path / "usual")
+    assert usual["training"]["losses"] != whole["training"]["losses"]
+
+
+def test_shares_of_training_out_of_range_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"short_fraction must lie in \[0, 1\], got 1.5"):
+        tiny_run(short_fraction=1.5)
+    with pytest.raises(ValueError, match="short_length must divide context_length = 32, got 12"):
+        train(tiny_run(short_length=12), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_share_of_training_with_the_identity_is_below_1():
+    with pytest.raises(ValueError, match=r"identity_fraction must lie in \[0, 1\), got 1.0"):
+        tiny_run(identity_fraction=1.0)
+
+
 def test_a_run_file_without_newer_fields_is_gone_on_with(done, tmp_path):
     folder = tmp_path / "run"
     interrupted(tiny_run(), folder)
     run = json.loads((folder / "run.json").read_text())
-    for name in ("frozen", "accumulation_steps", "bf16", "gradient_checkpointing"):
+    for name in (
+        "frozen",
+        "identity_fraction",
+        "short_length",
+        "accumulation_steps",
+        "bf16",
+        "gradient_checkpointing",
+    ):
         del run["config"]["training"][name]
     (folder / "run.json").write_text(json.dumps(run))
     assert train(tiny_run(), folder)["training"]["losses"] == done[1]["training"]["losses"]

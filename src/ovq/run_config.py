@@ -29,13 +29,18 @@ class TrainingConfig:
         seed: of weights and data.
         frozen: parameters that keep their initial values, by the last part of their names, such as
             ``log_beta``.
+        identity_fraction: progress, in [0, 1), up to which the layers that start as the identity
+            (``num_identity_layers`` of the model) stay so; those above learn first.
+        short_length: context length at which training begins, a divisor of the task's; ``None`` for
+            the task's. A sequence is then as many short ones as have its tokens.
+        short_fraction: progress, in [0, 1], at which the contexts have the task's length.
         accumulation_steps: parts of a step's sequences that are taken one after the other, to save
             memory.
         bf16: whether products are in bfloat16 (autocast).
         gradient_checkpointing: whether layers run once more in the backward, to save memory.
 
     Raises:
-        ValueError: an ``adam_beta2`` out of its range.
+        ValueError: an ``adam_beta2``, or a share of training, out of its range.
     """
 
     num_steps: int
@@ -48,6 +53,9 @@ class TrainingConfig:
     save_every: int = 250
     seed: int = 0
     frozen: tuple[str, ...] = ()
+    identity_fraction: float = 0.0
+    short_length: int | None = None
+    short_fraction: float = 0.5
     accumulation_steps: int = 1
     bf16: bool = False
     gradient_checkpointing: bool = False
@@ -55,6 +63,15 @@ class TrainingConfig:
     def __post_init__(self):
         if not 0.0 <= self.adam_beta2 < 1.0:
             raise ValueError(f"adam_beta2 must lie in [0, 1), got {self.adam_beta2}")
+        if not 0.0 <= self.identity_fraction < 1.0:
+            raise ValueError(f"identity_fraction must lie in [0, 1), got {self.identity_fraction}")
+        if not 0.0 <= self.short_fraction <= 1.0:
+            raise ValueError(f"short_fraction must lie in [0, 1], got {self.short_fraction}")
+
+    @property
+    def num_short_steps(self) -> int:
+        """Steps with contexts of ``short_length``."""
+        return 0 if self.short_length is None else round(self.short_fraction * self.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

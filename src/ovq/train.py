@@ -50,7 +50,15 @@ from ovq.runs import (
     write_run,
     write_text,
 )
-from ovq.tasks import IGNORED, LanguageModelingTask, Split, Task, TaskDataset, check_seed
+from ovq.tasks import (
+    IGNORED,
+    LanguageModelingTask,
+    ShortFirst,
+    Split,
+    Task,
+    TaskDataset,
+    check_seed,
+)
 from ovq.tasks.corpus import KJV
 from ovq.tasks.tokenization import END_OF_TEXT, with_end_of_text
 
@@ -91,11 +99,36 @@ def make_model(config: RunConfig) -> OVQForCausalLM | OVQForRegression:
     return model
 
 
-def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def training_data(config: RunConfig) -> TaskDataset | ShortFirst:
+    """The sequences that a run is trained on, in their order.
+
+    Raises:
+        ValueError: a ``short_length`` at which there is no such task.
+    """
+    training = config.training
+    fields: dict[str, Any] = {
+        "num_sequences": training.num_steps * training.batch_size,
+        "seed": training.seed,
+        "split": Split.TRAIN,
+        "curriculum": training.curriculum,
+    }
+    if training.short_length is None:
+        return TaskDataset(config.task, **fields)
+    return ShortFirst(
+        config.task,
+        num_short=training.num_short_steps * training.batch_size,
+        short_length=training.short_length,
+        **fields,
+    )
+
+
+def collate(
+    items: Sequence[dict[str, Tensor] | list[dict[str, Tensor]]],
+) -> dict[str, Tensor]:
     """Stack examples; where few tokens are labelled, ask the model for their logits alone.
 
     Args:
-        examples: of a task, see :class:`~ovq.tasks.Task`.
+        items: examples of a task, see :class:`~ovq.tasks.Task`, or lists of them.
 
     Returns:
         Their tensors by name. If some position has a label in no row, ``logits_to_keep`` holds the
@@ -107,7 +140,8 @@ def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     >>> batch["logits_to_keep"].tolist(), batch["labels"].tolist()
     ([1, 3, 4], [[-100, 2, 4]])
     """
-    batch = default_collate(list(examples))
+    several = [item if isinstance(item, list) else [item] for item in items]
+    batch = default_collate([example for examples in several for example in examples])
     if "labels" not in batch:
         return batch
     following = batch["labels"][:, 1:]
@@ -140,6 +174,7 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
     """
     check_seed(config.training.seed, 2**32)
     _check_shares(config)
+    data = training_data(config)
     started = _check_folder(config, folder)
     if started and started["status"] == "done":
         if not (folder / MODEL_FOLDER / "model.safetensors").is_file():
@@ -152,7 +187,7 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
     first = processes().is_main_process
     try:
         with FileLock(folder / LOCK_FILE).acquire(timeout=0) if first else nullcontext():
-            return _train(config, folder, progress, started)
+            return _train(config, data, folder, progress, started)
     except Timeout:
         raise ValueError(
             f"--output must be a folder that no run is training in, got {folder}"
@@ -160,7 +195,11 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
 
 
 def _train(
-    config: RunConfig, folder: Path, progress: Progress | None, started: dict[str, Any] | None
+    config: RunConfig,
+    data: TaskDataset | ShortFirst,
+    folder: Path,
+    progress: Progress | None,
+    started: dict[str, Any] | None,
 ) -> dict[str, Any]:
     checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:
@@ -184,15 +223,9 @@ def _train(
     trainer = _Trainer(
         model=model,
         args=_arguments(config, folder),
-        train_dataset=TaskDataset(
-            config.task,
-            num_sequences=config.training.num_steps * config.training.batch_size,
-            seed=config.training.seed,
-            split=Split.TRAIN,
-            curriculum=config.training.curriculum,
-        ),
+        train_dataset=data,
         data_collator=collate,
-        callbacks=[watch],
+        callbacks=[watch, _Identity(config, model)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     begun = time.perf_counter()
@@ -353,11 +386,22 @@ class _Trainer(Trainer):
                 shutil.rmtree(older)
 
 
+def num_tokens(config: RunConfig, num_steps: int) -> int:
+    """Tokens of the first so many steps of a run."""
+    task, training = config.task, config.training
+    short_steps, each = min(num_steps, training.num_short_steps), 0
+    if training.short_length is not None:
+        parts = task.context_length // training.short_length
+        each = parts * task.with_length(training.short_length).sequence_length
+    long_steps = num_steps - short_steps
+    return training.batch_size * (short_steps * each + long_steps * task.sequence_length)
+
+
 class _Watch(TrainerCallback):
     """Shows progress, and turns Ctrl-C into a checkpoint at the end of the step."""
 
     def __init__(self, config: RunConfig, progress: Progress | None):
-        self.tokens_per_step = config.training.batch_size * config.task.sequence_length
+        self.config = config
         self.progress = progress
         self.interrupted = False
         self.tokens_per_second = 0.0
@@ -386,11 +430,30 @@ class _Watch(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        steps, seconds = state.global_step - self.first_step, time.perf_counter() - self.begun
-        self.tokens_per_second = round(steps * self.tokens_per_step / seconds, 1)
+        seconds = time.perf_counter() - self.begun
+        tokens = num_tokens(self.config, state.global_step) - num_tokens(
+            self.config, self.first_step
+        )
+        self.tokens_per_second = round(tokens / seconds, 1)
         loss = state.log_history[-1].get("loss")
         if loss is not None and self.progress is not None:
             self.progress(state.global_step, state.max_steps, loss, self.tokens_per_second)
+
+
+class _Identity(TrainerCallback):
+    """Keeps the layers that start as the identity from learning until it is their turn."""
+
+    def __init__(self, config: RunConfig, model: OVQForCausalLM | OVQForRegression):
+        layers = model.model.layers[: model.config.num_identity_layers]
+        self.parameters = list(layers.parameters())
+        self.num_steps = round(config.training.identity_fraction * config.training.num_steps)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step < self.num_steps:
+            for parameter in self.parameters:
+                parameter.grad = None  # the optimizer leaves such a one alone
 
 
 class _Interrupts:

@@ -44,10 +44,12 @@ def toy(entry: Entry) -> Entry:
     if dictionary.get("growth_length"):
         dictionary["growth_length"] = 64
     training = replace(
-        config.training, num_steps=1, batch_size=4, accumulation_steps=2, warmup_steps=0
-    )
+        config.training, num_steps=1, batch_size=4, accumulation_steps=2, warmup_steps=0,
+        short_length=config.training.short_length and 16,
+    )  # fmt: skip
     task = toy_task(config.task)
     model = config.model | MODEL | {"dictionary": dictionary}
+    model |= {"num_identity_layers": min(1, model.get("num_identity_layers", 0))}
     point = replace(entry.points[0], length=64, setting=None, num_sequences=2, changes={})
     return replace(
         entry, config=replace(config, task=task, model=model, training=training), points=(point,)

@@ -99,12 +99,12 @@ def test_missing_parameters_start_as_new_ones(make_model, tmp_path):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_the_last_layers_may_start_as_the_identity(make_model, token_ids, tmp_path, name):
+def test_the_first_layers_may_start_as_the_identity(make_model, token_ids, tmp_path, name):
     model = make_model(layer_pattern=[name], num_hidden_layers=3, num_identity_layers=2)
-    for layer in model.model.layers[1:]:
+    for layer in model.model.layers[:2]:
         x = torch.randn(2, 9, 32)
         assert layer(x)[0].equal(x)
-    assert not model.model.layers[0](x)[0].equal(x)
+    assert not model.model.layers[2](x)[0].equal(x)
     model.train()(token_ids, labels=token_ids).loss.backward()
     for layer in model.model.layers:
         assert layer.mixer.output_projection.weight.grad.abs().max() > 0

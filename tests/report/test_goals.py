@@ -116,3 +116,29 @@ def kept(model, score):
 )
 def test_forgetting_is_judged_by_what_is_kept(tmp_path, measure, verdict):
     assert judged(write_forgetting(tmp_path, measure)) == [verdict]
+
+
+OTHER_SEEDS = ("ovq-seed1", "ovq-seed2")
+
+
+def only_first(result, **unlucky):
+    """The same, but that full attention's later seeds, which ours has not yet, came out badly."""
+    return lambda model, seed, asked: (
+        result(model, seed, asked) | (unlucky if model == FULL and seed else {})
+    )
+
+
+def test_only_seeds_that_both_have_are_compared(tmp_path):
+    recall = only_first(recall_result, accuracy=0.2)
+    found = goals(write_recall(tmp_path, measure=recall, missing=OTHER_SEEDS)).values()
+    assert [verdict.verdict for verdict in found] == [MET, MISSED]
+    assert {verdict.baseline for verdict in found} == {"full_attention_nope 0.989 (1 of 3)"}
+    groups = {"4-7 earlier": {"asked": 1, "loss": 9.0, "oracles": {}}}
+    regression = only_first(regression_result, groups=groups)
+    assert judged(write_regression(tmp_path, regression, missing=OTHER_SEEDS)) == [MET]
+
+
+def test_no_seed_in_common_is_no_verdict(tmp_path):
+    missing = (*OTHER_SEEDS, f"{FULL}-seed0")
+    assert judged(write_recall(tmp_path, missing=missing)) == [NOT_MEASURED] * 2
+    assert judged(write_regression(tmp_path, missing=missing)) == [NOT_MEASURED]

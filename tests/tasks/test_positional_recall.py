@@ -38,9 +38,17 @@ def examples(task, split=Split.TRAIN, num_sequences=10, progress=1.0):
         yield task.example(generator, split=split, progress=progress)
 
 
+def context_of(task, input_ids):
+    """What stands between the first token and the query marker."""
+    names = task.decode(input_ids).split()
+    assert names[0] == "<s>"
+    assert names.index("?") == 1 + task.context_length
+    return input_ids[1 : 1 + task.context_length]
+
+
 def values_by_key(task, input_ids):
     """The values of each key in the order of the context, read token by token."""
-    names = task.decode(input_ids[: task.context_length]).split()
+    names = task.decode(context_of(task, input_ids)).split()
     found, index = defaultdict(list), 0
     while index < len(names):
         if names[index][0] == "f":
@@ -115,7 +123,7 @@ def test_questions_name_key_and_time(task):
     for example in examples(task):
         input_ids, labels = example["input_ids"], example["labels"]
         found = values_by_key(task, input_ids)
-        names = task.decode(input_ids[task.context_length :]).split()
+        names = task.decode(input_ids[1 + task.context_length :]).split()
         assert names[0] == "?"
         asking = task.key_length + 1
         width = asking + task.value_length
@@ -126,7 +134,7 @@ def test_questions_name_key_and_time(task):
             ordinal, key = block[0], tuple(block[1:asking])
             assert ordinal[0] == "o"
             assert found[key][int(ordinal[1:])] == tuple(block[asking:])
-        start = task.context_length + 1
+        start = task.context_length + 2
         assert (labels[:start] == IGNORED).all()
         asked = (labels[start:] != IGNORED).view(-1, width)
         assert not asked[:, : task.key_length + 1].any()
@@ -146,7 +154,7 @@ def test_solver_is_always_right_and_reads_no_answer(task, split, progress):
 @pytest.mark.parametrize("progress", [0.0, 1.0])
 def test_parity_of_the_context_separates_the_splits(task, split, progress):
     for example in examples(task, split, progress=progress):
-        parity = int(example["input_ids"][: task.context_length].sum()) % 2
+        parity = int(context_of(task, example["input_ids"]).sum()) % 2
         assert parity == (split is Split.EVALUATE)
 
 
@@ -165,7 +173,7 @@ def test_context_chance_is_reached_by_any_value_of_the_key():
     right = total = 0
     for example in examples(task, num_sequences=300):
         found = values_by_key(task, example["input_ids"])
-        names = task.decode(example["input_ids"][task.context_length + 1 :]).split()
+        names = task.decode(example["input_ids"][task.context_length + 2 :]).split()
         for i in range(0, len(names), 3):
             right += found[(names[i + 1],)][0] == (names[i + 2],)
             total += 1

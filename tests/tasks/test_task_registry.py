@@ -16,6 +16,7 @@ from ovq.tasks import (
     ContinuousTask,
     LanguageModelingTask,
     RecallTask,
+    ShortFirst,
     Split,
     TaskDataset,
     TokenTask,
@@ -306,6 +307,63 @@ def test_dataset_generators_never_meet():
     assert [len(row) for row in seeds] == [500] * 4
     assert len(set.union(*seeds)) >= 4 * 500 - 4
     assert max(map(max, seeds)) < 2**32
+
+
+def short_first(**changes):
+    fields = {"num_sequences": 6, "num_short": 4, "short_length": 16, "seed": 0}
+    task = RecallTask(context_length=64, num_queries=8, initial_tokens_per_pair=2)
+    return ShortFirst(task, **(fields | {"split": Split.TRAIN, "curriculum": True} | changes))
+
+
+def test_short_contexts_come_first_and_are_as_many_tokens():
+    dataset = short_first()
+    assert len(dataset) == 6
+    lengths = [[len(example["input_ids"]) for example in item] for item in dataset]
+    assert lengths == [[16 + 1 + 2 * 2] * 4] * 4 + [[64 + 1 + 2 * 8]] * 2
+    short = TaskDataset(
+        dataset.long.task.with_length(16), num_sequences=24, seed=0, split=Split.TRAIN,
+        curriculum=True,
+    )  # fmt: skip
+    for number in range(16):
+        found = dataset[number // 4][number % 4]
+        assert all(found[name].equal(tensor) for name, tensor in short[number].items())
+
+
+def test_no_two_sequences_of_any_length_are_drawn_alike():
+    dataset = short_first(num_sequences=40, num_short=20)
+    drawn = [dataset.short._generator(index).initial_seed() for index in range(4 * 20)]
+    drawn += [dataset.long._generator(index).initial_seed() for index in range(4 * 20, 160, 4)]
+    assert len(set(drawn)) == 4 * 20 + 20
+    late = dataset[20][0]["input_ids"]
+    assert late.equal(dataset.long[80]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"short_length": 24}, "short_length must divide context_length = 64, got 24"),
+        ({"short_length": 0}, "short_length must be an integer of at least 1, got 0"),
+        ({"short_length": 4}, "context_length must be at least tokens_per_pair = 8, got 4"),
+        ({"num_short": 7}, r"num_short must lie in \[0, 6\], got 7"),
+        ({"num_sequences": 0}, "num_sequences must be an integer of at least 1, got 0"),
+    ],
+)
+def test_short_contexts_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        short_first(**fields)
+
+
+@pytest.mark.parametrize("index", [-1, 6])
+def test_an_item_that_is_not_there_is_an_index_error(index):
+    with pytest.raises(IndexError, match=rf"index must lie in \[0, 6\), got {index}"):
+        short_first()[index]
+
+
+def test_fewer_pairs_are_asked_for_in_shorter_contexts():
+    task = RecallTask(context_length=128, tokens_per_pair=8, num_queries=16)
+    assert [task.with_length(n).num_queries for n in (8, 64, 128, 1024)] == [1, 8, 16, 16]
+    with pytest.raises(ValueError, match="context_length must be at least tokens_per_pair"):
+        task.with_length(7)
 
 
 @pytest.mark.parametrize("num_sequences", [0, -1, 2**32])

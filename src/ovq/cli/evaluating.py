@@ -14,6 +14,7 @@ from ovq.cli.shared import (
     app,
     console,
     one_line_errors,
+    parts_of,
     print_table,
     progress_bar,
     set_up,
@@ -82,7 +83,7 @@ def evaluate(
             results = evaluate_run(
                 folder,
                 lengths=tuple(whole_numbers("lengths", lengths)),
-                num_centroids=tuple(part.strip() for part in num_centroids.split(",") if part),
+                num_centroids=tuple(parts_of(num_centroids)),
                 num_sequences=num_sequences,
                 again=again,
                 progress=progress,
@@ -107,7 +108,7 @@ def _evaluate_tasks(
             datasets.disable_progress_bars()  # of cleaning items; a download's stay
         if not logging.getLogger().isEnabledFor(logging.INFO):
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        tasks = load_tasks([name.strip() for name in names.split(",") if name.strip()], data)
+        tasks = load_tasks(parts_of(names), data)
     results = []
     for model in distinct_folders(models):
         with ExitStack() as bars:

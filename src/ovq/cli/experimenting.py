@@ -12,6 +12,7 @@ from ovq.cli.shared import (
     app,
     console,
     one_line_errors,
+    parts_of,
     print_table,
     progress_bar,
     set_up,
@@ -81,7 +82,7 @@ def experiment(
 
 def _known(text: str, experiments: list) -> frozenset[str]:
     """The names in a comma-separated text, each of some entry."""
-    names = frozenset(part.strip() for part in text.split(",") if part.strip())
+    names = frozenset(parts_of(text))
     known = {entry.name: None for planned in experiments for entry in planned.entries}
     for name in sorted(names - known.keys()):
         raise ValueError(f"--only must name some of {', '.join(known)}, got {name!r}")

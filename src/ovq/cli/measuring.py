@@ -13,6 +13,7 @@ from ovq.cli.shared import (
     app,
     console,
     one_line_errors,
+    parts_of,
     progress_bar,
     read_text,
     set_threads,
@@ -89,7 +90,7 @@ def compare(
     if numbers:
         config = replace(config, lengths=numbers)
     if mixers:
-        config = replace(config, mixers=tuple(x.strip() for x in mixers.split(",") if x.strip()))
+        config = replace(config, mixers=tuple(parts_of(mixers)))
     with progress_bar("compare", "{task.fields[last]}") as update:
 
         def progress(done: int, total: int, last: str) -> None:

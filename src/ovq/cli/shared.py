@@ -135,8 +135,13 @@ def main(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
 
 
+def parts_of(text: str) -> list[str]:
+    """What stands between commas, without blanks; nothing between two of them is left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def whole_numbers(name: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = parts_of(text)
     for part in parts or text.split():  # a comma alone is no number
         if not part.isdecimal() or int(part) < 1:
             raise ValueError(f"{name} must be whole numbers of at least 1, got {part!r}")

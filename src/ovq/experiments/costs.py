@@ -41,7 +41,13 @@ def training_minutes(config: RunConfig) -> float:
     training, task = config.training, config.task
     shape = model_config(task, config.model)
     a_sequence = _sequence_seconds(shape, task, backward=True) + EXAMPLE
-    return (RUN + training.num_steps * (STEP + training.batch_size * a_sequence)) / 60
+    long_steps, short = training.num_steps - training.num_short_steps, 0.0
+    if training.short_length is not None:
+        parts = task.context_length // training.short_length
+        shorter = task.with_length(training.short_length)
+        short = parts * (_sequence_seconds(shape, shorter, backward=True) + EXAMPLE)
+    seconds = long_steps * a_sequence + training.num_short_steps * short
+    return (RUN + training.num_steps * STEP + training.batch_size * seconds) / 60
 
 
 def evaluation_minutes(config: RunConfig, points: Iterable[Point]) -> float:

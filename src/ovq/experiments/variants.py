@@ -54,6 +54,7 @@ class Sizes:
         num_centroids: slots in training, and codes of VQ.
         accumulation_steps: parts of a step, to save memory.
         model: fields of the model that differ from the scale's.
+        training: fields of the training that differ from the scale's.
     """
 
     task: Task
@@ -64,6 +65,7 @@ class Sizes:
     num_centroids: int
     accumulation_steps: int = 1
     model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     def dictionary(self, **changes: Any) -> dict[str, Any]:
         """The dictionary that the demo has shown to work: linear growth, ``novel`` seeds."""
@@ -161,7 +163,7 @@ def _make_entry(
         accumulation_steps=sizes.accumulation_steps,
         frozen=variant.frozen,
         seed=scale.seeds[0],
-        **scale.training,
+        **{**scale.training, **sizes.training},
     )
     config = RunConfig(
         name=f"{suite}-{name}",

@@ -48,7 +48,7 @@ class OVQConfig(PreTrainedConfig):
         hidden_size: ``D``.
         intermediate_size: width of the SwiGLU block.
         num_hidden_layers: layers.
-        num_identity_layers: the last so many start as the identity, their output projections zero.
+        num_identity_layers: the first so many start as the identity, output projections zero.
             A deep and narrow model then first learns what a shallow one does.
         num_attention_heads: query heads ``H``.
         num_key_value_heads: key-value heads ``G``, which divides ``H``; ``None`` for ``H``. Gated

@@ -57,7 +57,7 @@ class OVQDecoderLayer(GradientCheckpointingLayer):
         self.mlp = OVQSwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = OVQRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OVQRMSNorm(config.hidden_size, config.rms_norm_eps)
-        if layer_idx >= config.num_hidden_layers - config.num_identity_layers:
+        if layer_idx < config.num_identity_layers:
             # transformers initialises modules with parameters of their own alone: not this one.
             for projection in (self.mixer.output_projection, self.mlp.down_proj):
                 setattr(projection, STARTS_AT_ZERO, True)

@@ -87,14 +87,16 @@ def _recall_at(
         return Verdict(**asked)
     limit = share * (full.state_bytes or 0)
     ours = _best(s for s in scores if s.model in OVQ and (s.state_bytes or limit + 1) <= limit)
-    baseline = f"{full.model} {full.accuracy}"
     if ours is None:
+        return Verdict(**asked, baseline=f"{full.model} {full.accuracy}")
+    full_accuracy = full.accuracy.shared_with(ours.accuracy)
+    accuracy = ours.accuracy.shared_with(full.accuracy)
+    baseline = f"{full.model} {full_accuracy}"
+    of_full, own = full_accuracy.mean, accuracy.mean
+    if of_full is None or own is None:
         return Verdict(**asked, baseline=baseline)
-    of_full, own = full.accuracy.mean or 0.0, ours.accuracy.mean or 0.0
     held = (ours.state_bytes or 0) / (full.state_bytes or 1)
-    measured = (
-        f"{ours.label}: {ours.accuracy}, {own / max(of_full, 1e-9):.3f} of it with {held:.1%}"
-    )
+    measured = f"{ours.label}: {accuracy}, {own / max(of_full, 1e-9):.3f} of it with {held:.1%}"
     verdict = _judge(of_full >= LEARNED, own >= wanted * of_full)
     return Verdict(**asked, baseline=baseline, measured=measured, verdict=verdict)
 
@@ -150,20 +152,31 @@ def _regression(scores: Sequence[Score], task: Mapping[str, Any]) -> Iterator[Ve
     if not full or not ours:
         yield Verdict(goal=goal, at=at if task else "")
         return
-    base, of_base, error = min(full, key=lambda one: one[2])
-    solved, pooled = (
-        late_error(base, earlier, name).mean or 0.0
-        for name in ("least_squares", "pooled_least_squares")
+    base, base_errors, _ = min(full, key=lambda one: one[2])
+    for score, found, _ in ours:
+        yield _regression_of(goal, at, score, found.shared_with(base_errors), base, earlier)
+
+
+def _regression_of(
+    goal: str, at: str, score: Score, found: Values, base: Score, earlier: int
+) -> Verdict:
+    """What the errors found of one setting of ours are against full attention's, over its seeds."""
+    asked = {"goal": goal, "at": f"{score.length:,} tokens, {at}"}
+    of_base, solved, pooled = (
+        late_error(base, earlier, name).shared_with(found)
+        for name in (None, "least_squares", "pooled_least_squares")
     )
-    learned = error <= 2 * solved and error <= pooled / 2
-    baseline = f"{base.model} {of_base}; least squares {solved:.3f}, pooled {pooled:.3f}"
-    for score, found, own in ours:
-        yield Verdict(
-            goal=goal, at=f"{score.length:,} tokens, {at}",
-            baseline=baseline,
-            measured=f"{score.label}: {found}, {own / max(error, 1e-9):.3f} of it",
-            verdict=_judge(learned, own <= 1.05 * error),
-        )  # fmt: skip
+    baseline = f"{base.model} {of_base}; least squares {solved}, pooled {pooled}"
+    own, error = found.mean, of_base.mean
+    if own is None or error is None:
+        return Verdict(**asked, baseline=baseline)
+    learned = error <= 2 * (solved.mean or 0.0) and error <= (pooled.mean or 0.0) / 2
+    return Verdict(
+        **asked,
+        baseline=baseline,
+        measured=f"{score.label}: {found}, {own / max(error, 1e-9):.3f} of it",
+        verdict=_judge(learned, own <= 1.05 * error),
+    )
 
 
 def kept(scores: Sequence[Score], model: str, before: int, after: int) -> Values | None:

@@ -54,6 +54,11 @@ class Values:
         mean = fmean(self.by_seed.values())
         return max(abs(value - mean) for value in self.by_seed.values())
 
+    def shared_with(self, other: "Values") -> "Values":
+        """What is known of the seeds that another has too, so that means compare like with like."""
+        kept = {seed: value for seed, value in self.by_seed.items() if seed in other.by_seed}
+        return Values(by_seed=kept, num_planned=self.num_planned)
+
     def text(self, form: Callable[[float], str] = "{:.3f}".format) -> str:
         """Mean and spread, and how many seeds there are if some lack."""
         if self.mean is None:

@@ -10,7 +10,7 @@ from ovq.tasks.base import (
     token_task,
 )
 from ovq.tasks.corpus import held_out_split, read_corpus
-from ovq.tasks.dataset import TaskDataset
+from ovq.tasks.dataset import ShortFirst, TaskDataset
 from ovq.tasks.forgetting import ForgettingTask
 from ovq.tasks.language_modeling import LanguageModelingTask
 from ovq.tasks.mqar import MQARTask
@@ -29,6 +29,7 @@ __all__ = [
     "MQARTask",
     "PositionalRecallTask",
     "RecallTask",
+    "ShortFirst",
     "Split",
     "Task",
     "TaskDataset",

@@ -79,3 +79,75 @@ class TaskDataset(Dataset[dict[str, Tensor]]):
         """The examples at ``indices``, stacked: each tensor of an example as ``[B, T, ...]``."""
         examples = [self[index] for index in indices]
         return {name: torch.stack([each[name] for each in examples]) for name in examples[0]}
+
+
+class ShortFirst(Dataset[list[dict[str, Tensor]]]):
+    """The training sequences of a task, of which the first are at a shorter context length.
+
+    An item is a list of examples with about the same number of tokens in all: one at the task's
+    length, or as many short ones as make up for it. All of them are drawn at the progress of their
+    item, and no two by one generator.
+
+    Args:
+        task: draws the examples.
+        num_sequences: items in the dataset.
+        num_short: how many of them, from the start on, are short.
+        short_length: context length of these, a divisor of the task's.
+        seed: any integer.
+        split: the half of the data to draw from.
+        curriculum: whether the task grows harder, see :class:`TaskDataset`.
+
+    Raises:
+        ValueError: a number out of its range; a ``short_length`` at which there is no such task.
+
+    >>> from ovq.tasks import RecallTask, Split
+    >>> dataset = ShortFirst(
+    ...     RecallTask(context_length=512), num_sequences=2, num_short=1, short_length=128,
+    ...     seed=0, split=Split.TRAIN,
+    ... )  # fmt: skip
+    >>> [[example["input_ids"].numel() for example in item] for item in dataset]
+    [[145, 145, 145, 145], [529]]
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        num_sequences: int,
+        num_short: int,
+        short_length: int,
+        seed: int,
+        split: Split,
+        curriculum: bool = False,
+    ):
+        check_at_least("num_sequences", num_sequences, 1)
+        check_at_least("short_length", short_length, 1)
+        if not 0 <= num_short <= num_sequences:
+            raise ValueError(f"num_short must lie in [0, {num_sequences}], got {num_short}")
+        if task.context_length % short_length:
+            raise ValueError(
+                f"short_length must divide context_length = {task.context_length}, got "
+                f"{short_length}"
+            )
+        self.num_sequences, self.num_short = num_sequences, num_short
+        self.parts = task.context_length // short_length
+        # Both number their examples alike, so that the long ones begin where the short ones end.
+        self.long, self.short = (
+            TaskDataset(
+                each, num_sequences=self.parts * num_sequences, seed=seed, split=split,
+                curriculum=curriculum,
+            )
+            for each in (task, task.with_length(short_length))
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
+        """The examples of item ``index``."""
+        if not 0 <= index < self.num_sequences:
+            raise IndexError(f"index must lie in [0, {self.num_sequences}), got {index}")
+        first = index * self.parts
+        if index >= self.num_short:
+            return [self.long[first]]
+        return [self.short[first + part] for part in range(self.parts)]

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Int64
@@ -114,6 +114,9 @@ class PairTask(TokenTask):
     initial_tokens_per_pair: int | None = None
     curriculum_fraction: float = 0.5
 
+    # Ids that stand before every context.
+    _head: ClassVar[tuple[int, ...]] = ()
+
     def __post_init__(self):
         self._check_sizes()
         for part in self.parts():
@@ -197,7 +200,7 @@ class PairTask(TokenTask):
     @property
     def sequence_length(self) -> int:
         """The context, the query marker, and the question and answer of every query."""
-        return self.context_length + 1 + self._num_questions * self._block_width
+        return self._block_start + self._num_questions * self._block_width
 
     @property
     def num_pairs(self) -> int:
@@ -218,6 +221,15 @@ class PairTask(TokenTask):
         """Pairs of a context at a progress of training in [0, 1]."""
         return sum(self._pairs_at(part, progress) for part in self.parts())
 
+    def with_length(self: SomePairTask, context_length: int) -> SomePairTask:
+        """The same task at another length, with as many questions, or one for each pair if fewer.
+
+        Pairs grow with the length, unless they are fixed.
+        """
+        least = dataclasses.replace(self, context_length=context_length, num_queries=1)
+        num_pairs = least.parts()[0].num_pairs
+        return dataclasses.replace(least, num_queries=min(self.num_queries, num_pairs))
+
     def with_pairs_fixed(self: SomePairTask) -> SomePairTask:
         """The same task, whose ``with_length`` keeps the pairs and adds filler alone."""
         return dataclasses.replace(self, fixed_pairs=self.parts()[-1].num_pairs)
@@ -231,9 +243,9 @@ class PairTask(TokenTask):
         Returns:
             The answers where the labels have them, -100 elsewhere, ``[T]`` int64.
         """
-        context, questions = input_ids[: self.context_length], self._questions(input_ids)
+        context, questions = self._context_of(input_ids), self._questions(input_ids)
         answers = torch.full_like(input_ids, IGNORED)
-        block = answers[self.context_length + 1 :].view(-1, self._block_width)
+        block = answers[self._block_start :].view(-1, self._block_width)
         block[:, self._question_width :] = self._look_up(context, questions)
         return answers
 
@@ -271,6 +283,11 @@ class PairTask(TokenTask):
     def _block_width(self) -> int:
         """Tokens of a question and its answer."""
         return self._question_width + self.value_length
+
+    @property
+    def _block_start(self) -> int:
+        """Where the questions begin, after the query marker."""
+        return len(self._head) + self.context_length + 1
 
     @property
     def _num_questions(self) -> int:
@@ -322,13 +339,17 @@ class PairTask(TokenTask):
         """The example that follows up a context with a block of questions and answers."""
         answers = block.clone()
         answers[:, : self._question_width] = IGNORED
-        input_ids = torch.cat([context, torch.tensor([QUERY]), block.flatten()])
+        head = context.new_tensor(self._head)
+        input_ids = torch.cat([head, context, torch.tensor([QUERY]), block.flatten()])
         labels = torch.full_like(input_ids, IGNORED)
-        labels[self.context_length + 1 :] = answers.flatten()
+        labels[self._block_start :] = answers.flatten()
         return {"input_ids": input_ids, "labels": labels}
 
+    def _context_of(self, input_ids: Int64[Tensor, " T"]) -> Int64[Tensor, " T"]:
+        return input_ids[len(self._head) : self._block_start - 1]
+
     def _questions(self, input_ids: Int64[Tensor, " T"]) -> Int64[Tensor, "Q L"]:
-        block = input_ids[self.context_length + 1 :].view(-1, self._block_width)
+        block = input_ids[self._block_start :].view(-1, self._block_width)
         return block[:, : self._question_width]
 
     def _key_places(self, context: Int64[Tensor, " T"]) -> Int64[Tensor, "P L"]:
@@ -349,7 +370,7 @@ class PairTask(TokenTask):
     ) -> Int64[Tensor, " T"]:
         """The kind of each question at the places of its answer, -1 elsewhere."""
         kinds = torch.full_like(example["labels"], -1)
-        kinds[self.context_length + 1 :] = kind.repeat_interleave(self._block_width)
+        kinds[self._block_start :] = kind.repeat_interleave(self._block_width)
         return kinds.where(self.asked(example), torch.tensor(-1))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Int64
@@ -12,6 +13,7 @@ from ovq.tasks.base import Split, check_curriculum_fraction, check_progress, che
 from ovq.tasks.draws import draw_distinct, draw_places
 from ovq.tasks.pairs import SPECIAL, PairTask, Part, in_each_kind
 
+START = len(SPECIAL)  # the id of <s>
 # Of a curriculum that are looked at in advance.
 _STEPS = 256
 
@@ -23,8 +25,11 @@ class PositionalRecallTask(PairTask):
     One example, with ``context_length=16, tokens_per_pair=4, num_queries=2`` (k keys, v values,
     f filler, o ordinals, of which o0 asks for the first time; a dot is the label -100):
 
-        input_ids  f4 k3 v5 f1 k9 v0 f2 k3 v8 f4 k9 v3 f6 f0 f0 f7  ?  o0 k9 v0 o1 k3 v8
-        labels      .  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .   .  . v0  .  . v8
+        input_ids  <s> f4 k3 v5 f1 k9 v0 f2 k3 v8 f4 k9 v3 f6 f0 f0 f7  ?  o0 k9 v0 o1 k3 v8
+        labels      .   .  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .   .  . v0  .  . v8
+
+    ``<s>``, before the context, is what softmax attention can weigh equal keys against: without
+    it attention to one key that came twice, and to one that came once, reads the same.
 
     Every key comes ``min_occurrences`` to ``max_occurrences`` times, in random order, with another
     value each time; the numbers of times are uniform but for a few, changed to add up to the number
@@ -50,13 +55,15 @@ class PositionalRecallTask(PairTask):
     >>> task = PositionalRecallTask(context_length=16, tokens_per_pair=4, num_queries=2)
     >>> example = task.example(torch.Generator().manual_seed(0), split=Split.TRAIN)
     >>> example["input_ids"].shape, sorted(task.groups(example))
-    (torch.Size([23]), ['o1', 'o2'])
+    (torch.Size([24]), ['o1', 'o2'])
     """
 
     min_occurrences: int = 2
     max_occurrences: int = 8
     initial_occurrences: int | None = None
     occurrences_fraction: float = 1.0
+
+    _head: ClassVar[tuple[int, ...]] = (START,)
 
     def _check_part(self, part: Part) -> None:
         least, most = self.min_occurrences, self.max_occurrences
@@ -94,9 +101,9 @@ class PositionalRecallTask(PairTask):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Pad 0, query marker 1, then the alphabets of keys, values, filler and ordinals."""
+        """Pad 0, query marker 1, start 2, then keys, values, filler and ordinals."""
         alphabets = super().vocabulary.alphabets
-        return Vocabulary(SPECIAL, {**alphabets, "o": self.max_occurrences})
+        return Vocabulary((*SPECIAL, "<s>"), {**alphabets, "o": self.max_occurrences})
 
     @property
     def context_chance(self) -> float:

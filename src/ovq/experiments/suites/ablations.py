@@ -41,7 +41,7 @@ def variants_of(sizes: Sizes) -> dict[str, Variant]:
 def ablations(scale: Scale) -> Experiment:
     """Growth, seeding, rate, chunks, centroids, short convolution, temperature.
 
-    All at the learning rate that recall finds best for the model that they change.
+    All at one learning rate, the first: choosing one for each would be half as many runs again.
     """
     trained = sizes(scale)
     start = trained.task.context_length

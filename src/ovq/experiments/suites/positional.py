@@ -1,6 +1,8 @@
 """Positional recall: keys that come several times, asked for one by one."""
 
+from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
@@ -10,39 +12,43 @@ from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_si
 from ovq.tasks import PositionalRecallTask
 
 NAME = "positional"
-STEPS = {"demo": 3600, "quick": 300, "paper": 20_000}
+STEPS = {"demo": 2400, "quick": 300, "paper": 20_000}
 # One of each kind that two cores have time for: the suite has twice the layers of recall.
 MIXERS = ("full_attention_nope", "ovq", "gated_delta_net")
-# It starts as basic recall, which two layers learn best: the others start as the identity. Once
-# the pairs are thin, their keys begin to come more often.
+# It starts as basic recall, which the upper two layers learn by themselves. Once the pairs are
+# thin, their keys begin to come more often, and the lower two learn to count them; contexts four
+# times as long teach them at last to do so among more filler.
+BEGUN, COUNTED, SHORT = 0.4, 0.65, 0.8
 STAGES = {
     "initial_tokens_per_pair": 2,
-    "curriculum_fraction": 0.3,
+    "curriculum_fraction": BEGUN,
     "initial_occurrences": 1,
-    "occurrences_fraction": 0.6,
+    "occurrences_fraction": COUNTED,
 }
 
 
 def sizes(scale: Scale) -> Sizes:
     """What is trained: four layers, since a pair must be told from earlier ones of its key."""
     if scale.name == "paper":
-        return paper_sizes(
-            PositionalRecallTask(
-                context_length=16_384,
-                tokens_per_pair=DENSE,
-                num_queries=256,
-                num_keys=8192,
-                num_values=64,
-                num_filler=64,
-                **STAGES,
-            ),
-            num_steps=STEPS[scale.name],
+        task = PositionalRecallTask(
+            context_length=16_384,
+            tokens_per_pair=DENSE,
+            num_queries=256,
+            num_keys=8192,
+            num_values=64,
+            num_filler=64,
+            **STAGES,
+        )
+        return replace(
+            paper_sizes(task, num_steps=STEPS[scale.name]),
+            model={"num_identity_layers": 4},
+            training=_stages(short_length=4096),
         )
     return Sizes(
         task=PositionalRecallTask(
-            context_length=128,
+            context_length=512,
             tokens_per_pair=DENSE,
-            num_queries=16,
+            num_queries=64,
             num_keys=1024,
             num_values=16,
             num_filler=16,
@@ -51,11 +57,21 @@ def sizes(scale: Scale) -> Sizes:
         ),
         num_layers=4,
         num_steps=STEPS[scale.name],
-        batch_size=32,
+        batch_size=8,
         window_size=16,
-        num_centroids=64,
+        num_centroids=256,
         model={"num_identity_layers": 2},
+        training=_stages(short_length=128),
     )
+
+
+def _stages(short_length: int) -> dict[str, Any]:
+    """Fields of the training that go with the stages of the task."""
+    return {
+        "identity_fraction": BEGUN,
+        "short_length": short_length,
+        "short_fraction": SHORT,
+    }
 
 
 def positional(scale: Scale) -> Experiment:
