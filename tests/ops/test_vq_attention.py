@@ -31,6 +31,13 @@ def inputs(num_tokens: int, seed: int = 0, num_rows: int = 2) -> list[Tensor]:
     return [q, k, v, beta, 0.6 * codes]
 
 
+def in_blocks(*inputs, **options):
+    """The same function as of a sequence that is not short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ovq.ops.vq_attention.SHORT", -1)
+        return vq_attention(*inputs, **options)
+
+
 def state_after(*lengths: int, block_size: int = C) -> VQState:
     """One row after each number of tokens."""
     states = [
@@ -68,7 +75,7 @@ def gradients(o: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("straight_through", STRAIGHT_THROUGH)
-@pytest.mark.parametrize("function", [vq_attention, naive_vq_attention])
+@pytest.mark.parametrize("function", [vq_attention, in_blocks, naive_vq_attention])
 @pytest.mark.parametrize(("block_size", "num_tokens"), [(1, 8), (3, 19), (4, 16), (30, 19)])
 def test_equals_dense_attention_to_quantized_keys(
     function, block_size, num_tokens, straight_through
@@ -83,7 +90,7 @@ def test_equals_dense_attention_to_quantized_keys(
     assert all(x.any() for x in found[1])
 
 
-@pytest.mark.parametrize("function", [vq_attention, naive_vq_attention])
+@pytest.mark.parametrize("function", [vq_attention, in_blocks, naive_vq_attention])
 @pytest.mark.parametrize("straight_through", STRAIGHT_THROUGH)
 def test_gradients_by_hand(function, straight_through):
     """Two keys of one code, half the weight each: through codes, a query cannot tell them apart."""
@@ -150,7 +157,7 @@ def test_quantization_is_what_differs_from_attention_to_the_keys():
 def test_blocks_equal_the_recurrence(num_tokens, straight_through, lengths, block_size):
     """Rows at any place of their block: outputs, states, and gradients through both."""
     found, options = [], {"block_size": block_size, "straight_through": straight_through}
-    for function in (vq_attention, naive_vq_attention):
+    for function in (vq_attention, in_blocks, naive_vq_attention):
         *leaves, codes = inputs(num_tokens)
         leaves = [x.requires_grad_() for x in leaves]
         state = None if lengths is None else state_after(*lengths, block_size=block_size)
@@ -161,8 +168,9 @@ def test_blocks_equal_the_recurrence(num_tokens, straight_through, lengths, bloc
         loss = sum((x * x.detach().cos()).sum() for x in real) + 0 * leaves[0].sum()
         grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
         found.append([*real, *grads, *(getattr(after, name) for name in WHOLE)])
-    for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
+    for *others, expected in zip(*found, strict=True):
+        for got in others:
+            torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_state_by_hand():
@@ -307,3 +315,6 @@ def test_compiled_equals_eager_at_any_length(straight_through):
         for name in REAL:
             torch.testing.assert_close(getattr(found[1], name), getattr(expected[1], name))
     assert 1 <= counter.frame_count <= 3
+    for num_tokens in (2, 7, 13):
+        found, expected = (f(*inputs(num_tokens), **options) for f in (compiled, vq_attention))
+        torch.testing.assert_close(found[0], expected[0], atol=1e-12, rtol=1e-12)

@@ -6,6 +6,7 @@ They are meant for models of hidden size 64, as at demo scale; at others only th
 from collections.abc import Iterable
 
 from ovq.models import OVQConfig
+from ovq.ops.vq_attention import SHORT
 from ovq.points import Point, dictionary_of
 from ovq.run_config import RunConfig, model_config
 from ovq.tasks import Task, TokenTask
@@ -19,7 +20,7 @@ TRAINING = {
     "full_attention_nope": 5.4,
     "sliding_window": 5.4,
     "ovq": 5.8,
-    "vq": 11.0,
+    "vq": 8.0,
     "linear_attention": 6.0,
     "gated_delta_net": 13.0,
     "mamba2": 13.0,
@@ -28,7 +29,8 @@ TRAINING = {
 FORWARD = 1 / 3
 # Microseconds for each pair of a token and one that it attends to, or a slot, by head.
 PAIR = 0.0055
-CODE = 0.3  # the same for each code of VQ, whose means are held before each block
+# The same for each code of VQ: of short sequences, and of others, with means before each block.
+SHORT_CODE, CODE = 0.04, 0.3
 LOGIT = 0.012  # microseconds for each number of the output layer
 STEP = 0.010  # seconds of a step, whatever its size
 EXAMPLE = 0.0003  # seconds to draw a sequence
@@ -79,7 +81,7 @@ def _attending(shape: OVQConfig, mixer: str, num_tokens: int, slots: int) -> flo
         "full_attention": PAIR * num_tokens / 2,
         "full_attention_nope": PAIR * num_tokens / 2,
         "ovq": PAIR * slots,
-        "vq": CODE * shape.num_codes,
+        "vq": (SHORT_CODE if num_tokens <= SHORT else CODE) * shape.num_codes,
     }
     return shape.num_attention_heads * each.get(mixer, 0.0)
 

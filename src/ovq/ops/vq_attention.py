@@ -14,15 +14,16 @@ from torch import Tensor
 from ovq.ops.decay import without_autocast
 from ovq.ops.inputs import check_inputs
 from ovq.ops.quantization import nearest_codes, quantized
+from ovq.ops.vq_dense import NEVER, attend_to_all, state_of_all
 from ovq.ops.vq_line import Line, at
 from ovq.ops.vq_state import VQState
 
-# A logit that no other comes near to: its weight is exactly zero, and no sum with it is infinite.
-NEVER = -1e9
 STRAIGHT_THROUGH = ("keys", "scores")
 # Numbers of keys and values before all blocks: with many more, most of a CPU's time goes into fresh
 # memory.
 HELD_AT_ONCE = 2**22
+# From the first token on, all pairs of so many tokens are dealt with faster than codes by blocks.
+SHORT = 256
 
 
 def vq_attention(
@@ -58,8 +59,9 @@ def vq_attention(
       themselves; with older tokens it is that of ``q`` and the mean of the keys with the code, and
       so reaches each of them. Keys that came with a state are met as their codes.
 
-    Training holds the means before each block, ``T / C`` times ``[S, V]`` numbers per row and
-    key-value head, and ``[S, 2K]`` more for ``"scores"``.
+    Sequences without a state, of up to 256 tokens, are dealt with by all pairs of their tokens. Of
+    others training holds the means before each block, ``T / C`` times ``[S, V]`` numbers per row
+    and key-value head, and ``[S, 2K]`` more for ``"scores"``.
 
     Args:
         q: queries ``[B, T, H, K]``, normally of unit norm.
@@ -91,6 +93,17 @@ def vq_attention(
     _check(q, k, v, beta, codes, block_size, assigned)
     check_straight_through(straight_through)
     _check_state(state, k, v, codes, block_size)
+    if state is None and q.shape[1] <= SHORT:
+        with without_autocast(q.device):
+            k_hat, k, v, assigned = _working_inputs(k, v, codes, assigned)
+            o = attend_to_all(
+                q.to(k), k_hat, k, v, beta.to(k), codes.detach().to(k), assigned,
+                block_size=block_size, straight_through=straight_through,
+            )  # fmt: skip
+            after = state_of_all(
+                k_hat, v, assigned, num_codes=codes.shape[1], block_size=block_size
+            )
+        return o.to(q.dtype), after
     rows = _rows_at_once(k, v, codes, block_size)
     if rows < q.shape[0]:
         return _in_parts(

@@ -81,7 +81,11 @@ def _recall(suite: str, scores: Sequence[Score]) -> Iterator[Verdict]:
 def _recall_at(
     goal: str, length: int, scores: Sequence[Score], share: float, wanted: float
 ) -> Verdict:
-    asked = {"goal": goal, "at": f"{length:,} tokens", "is_goal": length == GOAL_LENGTH}
+    asked: dict[str, Any] = {
+        "goal": goal,
+        "at": f"{length:,} tokens",
+        "is_goal": length == GOAL_LENGTH,
+    }
     full = _best(score for score in scores if score.model in FULL)
     if full is None:
         return Verdict(**asked)
@@ -161,7 +165,7 @@ def _regression_of(
     goal: str, at: str, score: Score, found: Values, base: Score, earlier: int
 ) -> Verdict:
     """What the errors found of one setting of ours are against full attention's, over its seeds."""
-    asked = {"goal": goal, "at": f"{score.length:,} tokens, {at}"}
+    asked: dict[str, Any] = {"goal": goal, "at": f"{score.length:,} tokens, {at}"}
     of_base, solved, pooled = (
         late_error(base, earlier, name).shared_with(found)
         for name in (None, "least_squares", "pooled_least_squares")
