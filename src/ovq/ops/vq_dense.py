@@ -80,7 +80,7 @@ def state_of_all(
     """What is left of these tokens, the first ones of their sequences."""
     (B, T, G, _), real = k_hat.shape, {"dtype": v.dtype, "device": v.device}
     seen = torch.full((B,), T, device=v.device)
-    length = T if T < block_size else block_size + T % block_size  # see tail_length
+    length = T if block_size > T else block_size + T % block_size  # see tail_length
     codes_of, values_of = (x[:, : T - length].transpose(1, 2) for x in (assigned, v))
     counts = codes_of.new_zeros(B, G, num_codes).scatter_add(2, codes_of, torch.ones_like(codes_of))
     sums = torch.zeros(B, G, num_codes, v.shape[3], **real).scatter_add(
