@@ -49,9 +49,10 @@ class Sizes:
         num_layers: of every model.
         num_steps: optimizer steps.
         batch_size: sequences a step.
-        window_size: of the sliding windows, and of OVQ's chunks; VQ, which sees two blocks, has
-            blocks of half of it. An eighth of the context at most.
+        window_size: of the sliding windows; VQ, which sees two blocks, has blocks of half of it. An
+            eighth of the context at most, as chunks are.
         num_centroids: slots in training, and codes of VQ.
+        chunk_size: tokens of OVQ's chunks; those of a window if 0.
         accumulation_steps: parts of a step, to save memory.
         model: fields of the model that differ from the scale's.
         training: fields of the training that differ from the scale's.
@@ -63,6 +64,7 @@ class Sizes:
     batch_size: int
     window_size: int
     num_centroids: int
+    chunk_size: int = 0
     accumulation_steps: int = 1
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Sizes:
         """The dictionary that the demo has shown to work: linear growth, ``novel`` seeds."""
         return {
             "num_centroids": self.num_centroids,
-            "chunk_size": self.window_size,
+            "chunk_size": self.chunk_size or self.window_size,
             "growth": "linear",
             "growth_length": self.task.context_length,
             "seeding": "novel",
@@ -79,7 +81,8 @@ class Sizes:
 
     def papers_dictionary(self) -> dict[str, Any]:
         """The paper's growth and seeding."""
-        return {"num_centroids": self.num_centroids, "chunk_size": self.window_size}
+        chunk_size = self.chunk_size or self.window_size
+        return {"num_centroids": self.num_centroids, "chunk_size": chunk_size}
 
     def fields(self, scale: Scale) -> dict[str, Any]:
         """Fields of the model that all entries share, but for what makes them equal."""

@@ -12,13 +12,13 @@ from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_si
 from ovq.tasks import PositionalRecallTask
 
 NAME = "positional"
-STEPS = {"demo": 2400, "quick": 300, "paper": 20_000}
+STEPS = {"demo": 2800, "quick": 300, "paper": 20_000}
 # One of each kind that two cores have time for: the suite has twice the layers of recall.
 MIXERS = ("full_attention_nope", "ovq", "gated_delta_net")
 # It starts as basic recall, which the upper two layers learn by themselves. Once the pairs are
 # thin, their keys begin to come more often, and the lower two learn to count them; contexts four
 # times as long teach them at last to do so among more filler.
-BEGUN, COUNTED, SHORT = 0.4, 0.65, 0.8
+BEGUN, COUNTED, SHORT = 0.4, 0.6, 0.7
 STAGES = {
     "initial_tokens_per_pair": 2,
     "curriculum_fraction": BEGUN,
@@ -59,7 +59,10 @@ def sizes(scale: Scale) -> Sizes:
         num_steps=STEPS[scale.name],
         batch_size=8,
         window_size=16,
-        num_centroids=256,
+        # A slot a token and long chunks: with half of them in training OVQ learns to count badly,
+        # however many it has in the end.
+        num_centroids=512,
+        chunk_size=64,
         model={"num_identity_layers": 2},
         training=_stages(short_length=128),
     )
