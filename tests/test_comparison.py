@@ -111,7 +111,7 @@ def test_state_bytes_are_those_really_held(name):
 @pytest.mark.parametrize("name", MIXERS)
 def test_operations_at_a_length_are_those_counted_there(name):
     """Of a few tokens, of whole blocks, and with tokens left over."""
-    config, lengths = equal_models([name], FIELDS)[name], (7, 320, 397)
+    config, lengths = equal_models([name], FIELDS)[name], (7, 320, 397, 640)
     if name == "windowed_ovq":  # counted at the length itself, in chunks of 4
         lengths = (7, 45)
     expected = {}

@@ -20,6 +20,7 @@ from ovq.models import OVQConfig, OVQForCausalLM
 from ovq.models.configuration_ovq import dictionary_config
 from ovq.ops.ovq_attention import DictionaryConfig
 from ovq.ops.sink_attention import BLOCK
+from ovq.ops.vq_attention import SHORT
 
 Shape = tuple[int, ...]
 # A multiple of the chunks of all recurrent operators.
@@ -145,6 +146,8 @@ def training_flops(config: OVQConfig, lengths: Iterable[int]) -> dict[int, int]:
         True
     """
     model, unit = OVQForCausalLM(config).train(), _tokens_of_a_period(config)
+    # Up to there VQ goes another way.
+    above = SHORT if any(name.startswith("vq") for name in config.mixer_names) else 0
     dictionary = dictionary_config(config.dictionary)
     sizes = {
         "num_heads": config.num_attention_heads,
@@ -158,7 +161,7 @@ def training_flops(config: OVQConfig, lengths: Iterable[int]) -> dict[int, int]:
         num_operators = config.mixer_names.count("ovq")
         # What windowed OVQ computes grows with its dictionary, no polynomial.
         exact = "windowed_ovq" in config.mixer_names
-        counted = count(length) if exact else _extrapolated(count, length, unit)
+        counted = count(length) if exact else _extrapolated(count, length, unit, above)
         found[length] = counted + num_operators * of_operator
     return found
 
@@ -172,14 +175,15 @@ def _tokens_of_a_period(config: OVQConfig) -> int:
     return math.lcm(CHUNK, window, block, read)
 
 
-def _extrapolated(count: Callable[[int], int], length: int, unit: int) -> int:
-    """What is counted, from a few short lengths if this one is long."""
-    if length < 5 * unit:
-        return count(length)
+def _extrapolated(count: Callable[[int], int], length: int, unit: int, above: int) -> int:
+    """What is counted, from a few short lengths, longer than ``above``, if this one is long."""
     # The first block, and the first pair of chunks, cost other than the rest.
+    start = max(2, 1 + above // unit)
+    if length < (start + 3) * unit:
+        return count(length)
     left_over = length % unit
-    first, second, third = (count(left_over + times * unit) for times in (2, 3, 4))
-    slope, bend, x = second - first, third - 2 * second + first, length // unit - 2
+    first, second, third = (count(left_over + (start + times) * unit) for times in range(3))
+    slope, bend, x = second - first, third - 2 * second + first, length // unit - start
     return first + x * slope + x * (x - 1) // 2 * bend
 
 

@@ -345,7 +345,7 @@ class PairTask(TokenTask):
         labels[self._block_start :] = answers.flatten()
         return {"input_ids": input_ids, "labels": labels}
 
-    def _context_of(self, input_ids: Int64[Tensor, " T"]) -> Int64[Tensor, " T"]:
+    def _context_of(self, input_ids: Int64[Tensor, " T"]) -> Int64[Tensor, " C"]:
         return input_ids[len(self._head) : self._block_start - 1]
 
     def _questions(self, input_ids: Int64[Tensor, " T"]) -> Int64[Tensor, "Q L"]:
