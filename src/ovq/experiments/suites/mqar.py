@@ -1,5 +1,7 @@
 """MQAR with zoology's settings, to compare with published numbers by bytes of state."""
 
+from dataclasses import replace
+
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
@@ -11,16 +13,15 @@ STEPS = {"demo": 1600, "quick": 300, "paper": 20_000}
 # Context and pairs at which published models are tested; the third was trained.
 SETTINGS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128))
 MOST_PAIRS = 4096  # half the vocabulary are keys
+TIED = {"tie_word_embeddings": True}
 MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "mamba2")
 
 
 def sizes(scale: Scale) -> Sizes:
-    """What is trained; without a curriculum, as published."""
+    """What is trained: without a curriculum, embeddings tied to the output layer, as published."""
     if scale.name == "paper":
-        return paper_sizes(
-            MQARTask(context_length=16_384, tokens_per_pair=16, initial_pairs=32),
-            num_steps=STEPS[scale.name],
-        )
+        task = MQARTask(context_length=16_384, tokens_per_pair=16, initial_pairs=32)
+        return replace(paper_sizes(task, num_steps=STEPS[scale.name]), model=TIED)
     return Sizes(
         task=MQARTask(context_length=64, fixed_pairs=16),
         num_layers=2,
@@ -28,6 +29,7 @@ def sizes(scale: Scale) -> Sizes:
         batch_size=32,
         window_size=8,
         num_centroids=32,
+        model=TIED,
     )
 
 
