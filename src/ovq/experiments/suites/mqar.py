@@ -28,7 +28,7 @@ def sizes(scale: Scale) -> Sizes:
         num_steps=STEPS[scale.name],
         batch_size=32,
         window_size=8,
-        num_centroids=32,
+        num_centroids=64,  # a slot a token: filler, too, is of thousands of kinds
         model=TIED,
     )
 
