@@ -2,6 +2,7 @@
 
 import platform
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,6 +109,20 @@ class RunConfig:
     model: dict[str, Any]
     training: TrainingConfig
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, int, Task], ...]:
+        """The steps of each length in turn: how many, examples a sequence, and their task.
+
+        Raises:
+            ValueError: a ``short_length`` at which there is no such task.
+        """
+        training, short_steps = self.training, self.training.num_short_steps
+        long = (training.num_steps - short_steps, 1, self.task)
+        if training.short_length is None:
+            return (long,)
+        parts = self.task.context_length // training.short_length
+        return (short_steps, parts, self.task.with_length(training.short_length)), long
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the run file."""

@@ -388,13 +388,12 @@ class _Trainer(Trainer):
 
 def num_tokens(config: RunConfig, num_steps: int) -> int:
     """Tokens of the first so many steps of a run."""
-    task, training = config.task, config.training
-    short_steps, each = min(num_steps, training.num_short_steps), 0
-    if training.short_length is not None:
-        parts = task.context_length // training.short_length
-        each = parts * task.with_length(training.short_length).sequence_length
-    long_steps = num_steps - short_steps
-    return training.batch_size * (short_steps * each + long_steps * task.sequence_length)
+    tokens = 0
+    for steps, parts, task in config.stages:
+        done = min(steps, num_steps)
+        tokens += done * parts * task.sequence_length
+        num_steps -= done
+    return config.training.batch_size * tokens
 
 
 class _Watch(TrainerCallback):

@@ -40,15 +40,11 @@ POINT = 0.3  # seconds of a point, beside its sequences
 
 def training_minutes(config: RunConfig) -> float:
     """Of one run."""
-    training, task = config.training, config.task
-    shape = model_config(task, config.model)
-    a_sequence = _sequence_seconds(shape, task, backward=True) + EXAMPLE
-    long_steps, short = training.num_steps - training.num_short_steps, 0.0
-    if training.short_length is not None:
-        parts = task.context_length // training.short_length
-        shorter = task.with_length(training.short_length)
-        short = parts * (_sequence_seconds(shape, shorter, backward=True) + EXAMPLE)
-    seconds = long_steps * a_sequence + training.num_short_steps * short
+    training, shape = config.training, model_config(config.task, config.model)
+    seconds = sum(
+        steps * parts * (_sequence_seconds(shape, task, backward=True) + EXAMPLE)
+        for steps, parts, task in config.stages
+    )
     return (RUN + training.num_steps * STEP + training.batch_size * seconds) / 60
 
 
