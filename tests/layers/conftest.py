@@ -24,6 +24,7 @@ class SmallConfig:
     dictionary_distance: int = 6
     max_rotary_position: int = 9
     initial_beta: float = 8.0
+    ssmax_length: int | None = None
     initial_decay_rate: float = 16.0
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 6, "chunk_size": 4})
 

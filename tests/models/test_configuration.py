@@ -71,6 +71,12 @@ def test_file_round_trip(tmp_path):
         ({"initial_beta": 0}, "initial_beta must be finite and above 0, got 0"),
         ({"initial_beta": float("inf")}, "initial_beta must be finite and above 0, got inf"),
         ({"initial_beta": True}, "initial_beta must be finite and above 0, got True"),
+        ({"ssmax_length": 1}, "ssmax_length must be an integer of at least 2, or none, got 1"),
+        ({"ssmax_length": True}, "ssmax_length must be an integer .* got True"),
+        (
+            {"ssmax_length": 128, "layer_pattern": ["mamba2"]},
+            r"ssmax_length must be none unless .*'ovq'.* got \['mamba2'\]",
+        ),
         ({"initial_decay_rate": 0}, "initial_decay_rate must be finite and above 0, got 0"),
         ({"initial_decay_rate": "1"}, "initial_decay_rate must be finite and above 0, got '1'"),
         ({"rope_theta": 0}, "rope_theta must be above 0, got 0"),

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ovq.comparison.flops import training_flops
-from ovq.layers.registry import WITH_SHORT_CONV, check_mixer_name
+from ovq.layers.registry import WITH_SHORT_CONV, WITH_SSMAX, check_mixer_name
 from ovq.models import OVQConfig, OVQForCausalLM
 
 TOLERANCE = 0.02  # of the number of parameters
@@ -42,7 +42,8 @@ def equal_models(
     """Configurations of equal numbers of parameters, one a mixer.
 
     Nothing but ``layer_pattern`` and ``intermediate_size`` differs from ``base``, except that
-    ``use_short_conv`` is false where no mixer may have a short convolution. The reference, full
+    ``use_short_conv`` is false where no mixer may have a short convolution, and ``ssmax_length``
+    none where none may have scalable softmax. The reference, full
     attention if it is among the mixers and else the first, keeps its ``intermediate_size``.
     Codebooks, which are no parameters, are not counted.
 
@@ -94,6 +95,7 @@ def _with(base: OVQConfig, name: str, intermediate_size: int, pure: bool) -> OVQ
         "layer_pattern": pattern,
         "intermediate_size": intermediate_size,
         "use_short_conv": base.use_short_conv and name in WITH_SHORT_CONV,
+        "ssmax_length": base.ssmax_length if name in WITH_SSMAX else None,
     }
     return OVQConfig.from_dict(base.to_dict() | changes)
 

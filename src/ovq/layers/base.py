@@ -29,6 +29,7 @@ class MixerConfig(Protocol):
     use_short_conv: bool
     dictionary: dict
     initial_beta: float
+    ssmax_length: int | None
     initial_decay_rate: float
     num_first_tokens: int
     dictionary_distance: int

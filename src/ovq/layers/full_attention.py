@@ -4,8 +4,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ovq.layers.base import MixerConfig
+from ovq.layers.positions import token_positions
 from ovq.layers.projected import ProjectedMixer
-from ovq.layers.rotary import token_positions
+from ovq.layers.scalable_softmax import check_ssmax_length, scale_queries
 from ovq.ops.attention import KVState, softmax_attention
 from ovq.ops.rotary import rotate
 
@@ -19,9 +20,10 @@ class FullAttention(ProjectedMixer):
         num_kv_heads: key-value heads ``G``, which divides ``H``.
         head_dim: ``K = V``, even with rotary positions.
         rope_theta: base of the rotary frequencies; ``None`` for no positional encoding.
+        ssmax_length: see :func:`~ovq.layers.scalable_softmax.scale_queries`.
 
     Raises:
-        ValueError: sizes that do not fit one another.
+        ValueError: sizes that do not fit one another, or an ``ssmax_length`` below 2.
 
     Example:
         >>> layer = FullAttention(16, num_heads=2, num_kv_heads=1, head_dim=8, rope_theta=10000.0)
@@ -40,11 +42,14 @@ class FullAttention(ProjectedMixer):
         head_dim: int,
         *,
         rope_theta: float | None,
+        ssmax_length: int | None = None,
     ):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim)
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        check_ssmax_length(ssmax_length)
         self.rope_theta = rope_theta
+        self.ssmax_length = ssmax_length
 
     @classmethod
     def from_config(cls, config: MixerConfig, layer_idx: int) -> "FullAttention":
@@ -64,6 +69,7 @@ class FullAttention(ProjectedMixer):
             config.num_key_value_heads,
             config.head_dim,
             rope_theta=rope_theta,
+            ssmax_length=config.ssmax_length,
         )
 
     def forward(
@@ -74,6 +80,7 @@ class FullAttention(ProjectedMixer):
         if self.rope_theta is not None:
             positions = token_positions(state, q.shape[1], q.device)[..., None]
             q, k = (rotate(x, positions, self.rope_theta) for x in (q, k))
+        q = scale_queries(q, state, self.ssmax_length)
         o, state = softmax_attention(q, k, v, state)
         return self.merge_heads(o), state
 

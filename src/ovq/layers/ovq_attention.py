@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ovq.layers.base import MixerConfig, check_above_zero
 from ovq.layers.convolved import ConvolvedMixer, ConvolvedState
+from ovq.layers.scalable_softmax import check_ssmax_length, scale_queries
 from ovq.ops.ovq_attention import DictionaryConfig, OVQState, ovq_attention
 
 INITIAL_BETA = 8.0
@@ -41,6 +42,7 @@ class OVQAttention(ConvolvedMixer):
         dictionary: how the dictionary is learned; :meth:`set_dictionary` changes it later.
         use_short_conv: whether a causal convolution of width 4 and SiLU follow the projections.
         initial_beta: of every head.
+        ssmax_length: see :func:`~ovq.layers.scalable_softmax.scale_queries`.
 
     Raises:
         ValueError: sizes that do not fit one another, or an ``initial_beta`` that is not above 0.
@@ -69,6 +71,7 @@ class OVQAttention(ConvolvedMixer):
         dictionary: DictionaryConfig,
         use_short_conv: bool = False,
         initial_beta: float = INITIAL_BETA,
+        ssmax_length: int | None = None,
     ):
         super().__init__(
             hidden_size, num_heads, num_kv_heads, head_dim, use_short_conv=use_short_conv
@@ -76,6 +79,8 @@ class OVQAttention(ConvolvedMixer):
         self.dictionary = dictionary
         check_above_zero(initial_beta=initial_beta)
         self.initial_beta = initial_beta
+        check_ssmax_length(ssmax_length)
+        self.ssmax_length = ssmax_length
         self.log_beta = nn.Parameter(torch.empty(num_heads))
         self.init_parameters()
 
@@ -90,6 +95,7 @@ class OVQAttention(ConvolvedMixer):
             dictionary=DictionaryConfig(**config.dictionary),
             use_short_conv=config.use_short_conv,
             initial_beta=config.initial_beta,
+            ssmax_length=config.ssmax_length,
         )
 
     def init_parameters(self) -> None:
@@ -113,9 +119,9 @@ class OVQAttention(ConvolvedMixer):
         Float[Tensor, "B T G V"],
         Float[Tensor, "B P F"],
     ]:
-        """As in the base class, queries and keys of unit norm."""
+        """As in the base class, queries and keys of unit norm, before queries are scaled."""
         q, k, v, past = super().queries_keys_values(hidden_states, state)
-        return unit_norm(q), unit_norm(k), v, past
+        return scale_queries(unit_norm(q), state, self.ssmax_length), unit_norm(k), v, past
 
     def mix(
         self,

@@ -9,6 +9,7 @@ from ovq.layers.linear_attention import LinearAttention
 from ovq.layers.mamba2 import Mamba2
 from ovq.layers.mesa_net import MesaNet
 from ovq.layers.ovq_attention import OVQAttention
+from ovq.layers.scalable_softmax import check_ssmax_length
 from ovq.layers.sliding_window import SlidingWindowAttention
 from ovq.layers.sliding_window_sinks import SlidingWindowSinkAttention
 from ovq.layers.vq_attention import VQAttention
@@ -38,6 +39,9 @@ WITH_SHORT_CONV = frozenset(
     }
 )  # fmt: skip
 
+# They attend to all that came before, and have scalable softmax with `ssmax_length`.
+WITH_SSMAX = frozenset({"full_attention", "full_attention_nope", "ovq", "vq", "vq_static_values"})
+
 # Their dictionaries take another number of slots after training, too.
 WITH_DICTIONARY = frozenset({"ovq", "windowed_ovq"})
 
@@ -58,10 +62,25 @@ def check_short_conv(use_short_conv: bool, names: Iterable[str]) -> None:
     Raises:
         ValueError: they are; the message lists the mixers that may.
     """
-    if use_short_conv and not WITH_SHORT_CONV.intersection(names):
+    if use_short_conv:
+        _check_some(WITH_SHORT_CONV, names, "use_short_conv must be false")
+
+
+def check_ssmax(ssmax_length: int | None, names: Iterable[str]) -> None:
+    """Raise if scalable softmax is asked for and none of the mixers may have it.
+
+    Raises:
+        ValueError: it is, with the mixers that may; or a length below 2.
+    """
+    check_ssmax_length(ssmax_length)
+    if ssmax_length is not None:
+        _check_some(WITH_SSMAX, names, "ssmax_length must be none")
+
+
+def _check_some(able: frozenset[str], names: Iterable[str], rule: str) -> None:
+    if not able.intersection(names):
         raise ValueError(
-            f"use_short_conv must be false unless one of the mixers {sorted(WITH_SHORT_CONV)} is "
-            f"in layer_pattern, got {list(names)}"
+            f"{rule} unless one of the mixers {sorted(able)} is in layer_pattern, got {list(names)}"
         )
 
 

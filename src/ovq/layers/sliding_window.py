@@ -4,8 +4,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ovq.layers.base import MixerConfig
+from ovq.layers.positions import token_positions
 from ovq.layers.projected import ProjectedMixer
-from ovq.layers.rotary import token_positions
 from ovq.ops.attention import KVState, softmax_attention
 from ovq.ops.rotary import rotate
 

@@ -10,6 +10,7 @@ from ovq.layers.base import MixerConfig, check_above_zero
 from ovq.layers.codebook import Codebook, CodebookHealth
 from ovq.layers.convolved import ConvolvedMixer
 from ovq.layers.ovq_attention import INITIAL_BETA, unit_norm
+from ovq.layers.scalable_softmax import check_ssmax_length, scale_queries
 from ovq.ops.quantization import quantized
 from ovq.ops.vq_attention import check_straight_through, vq_attention
 from ovq.ops.vq_state import VQState
@@ -52,6 +53,7 @@ class VQAttention(ConvolvedMixer):
         quantize_values: whether values are quantized, too.
         use_short_conv: whether a causal convolution of width 4 and SiLU follow the projections.
         initial_beta: of every head.
+        ssmax_length: see :func:`~ovq.layers.scalable_softmax.scale_queries`.
 
     Raises:
         ValueError: sizes that do not fit one another, or an unknown ``straight_through``.
@@ -85,6 +87,7 @@ class VQAttention(ConvolvedMixer):
         quantize_values: bool = False,
         use_short_conv: bool = False,
         initial_beta: float = INITIAL_BETA,
+        ssmax_length: int | None = None,
     ):
         super().__init__(
             hidden_size, num_heads, num_kv_heads, head_dim, use_short_conv=use_short_conv
@@ -95,6 +98,8 @@ class VQAttention(ConvolvedMixer):
         self.block_size = block_size
         check_above_zero(initial_beta=initial_beta)
         self.initial_beta = initial_beta
+        check_ssmax_length(ssmax_length)
+        self.ssmax_length = ssmax_length
         self.straight_through = straight_through
         self.log_beta = nn.Parameter(torch.empty(num_heads))
         self.key_codebook = Codebook(num_kv_heads, num_codes, head_dim)
@@ -127,6 +132,7 @@ class VQAttention(ConvolvedMixer):
             quantize_values=quantize_values,
             use_short_conv=config.use_short_conv,
             initial_beta=config.initial_beta,
+            ssmax_length=config.ssmax_length,
         )
 
     @property
@@ -169,7 +175,7 @@ class VQAttention(ConvolvedMixer):
         memory: VQState | None,
     ) -> tuple[Float[Tensor, "B T H V"], VQState]:
         """The operator, on keys, and values where they are, quantized."""
-        q, k = unit_norm(q), unit_norm(k)
+        q, k = scale_queries(unit_norm(q), memory, self.ssmax_length), unit_norm(k)
         assigned = self.key_codebook.assign(k)
         seen = [(self.key_codebook, k, assigned)]
         if self.value_codebook is not None:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ovq.layers.base import check_above_zero
-from ovq.layers.registry import check_mixer_name, check_short_conv
+from ovq.layers.registry import check_mixer_name, check_short_conv, check_ssmax
 from ovq.models.shipped_code import CONFIG_CLASS, ship_code
 from ovq.ops.ovq_attention import DictionaryConfig
 from ovq.ops.vq_attention import check_straight_through
@@ -65,6 +65,9 @@ class OVQConfig(PreTrainedConfig):
             those left out have its defaults.
         initial_beta: inverse temperature that every head of OVQ and VQ layers starts from. It is
             learned, but slowly: the larger it is in the end, the less a query is lost among many.
+        ssmax_length: with it full attention, OVQ and VQ layers have scalable softmax: queries with
+            ``n`` tokens before and at them grow by ``log n / log ssmax_length``, so that what is
+            learned in short contexts is as sharp in long ones; ``None`` for plain softmax.
         initial_decay_rate: the largest that a head of Gated DeltaNet or Mamba-2 starts from. Rates
             are drawn, so that some of many heads start with a long memory; where a layer has one
             head or two, a smaller one gives it to them.
@@ -121,6 +124,7 @@ class OVQConfig(PreTrainedConfig):
     window_size: int = 128
     dictionary: dict = field(default_factory=lambda: {"num_centroids": 1024, "chunk_size": 128})
     initial_beta: float = 8.0
+    ssmax_length: int | None = None
     initial_decay_rate: float = 16.0
     num_first_tokens: int = 4
     dictionary_distance: int = 2048
@@ -251,6 +255,7 @@ class OVQConfig(PreTrainedConfig):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         check_short_conv(self.use_short_conv, self.layer_pattern)
+        check_ssmax(self.ssmax_length, self.layer_pattern)
         for name in (
             "rope_theta", "rms_norm_eps", "initializer_range", "expand_v", "ssm_expand",
         ):  # fmt: skip

@@ -47,6 +47,7 @@ def sizes(scale: Scale) -> Sizes:
         batch_size=32,
         window_size=16,
         num_centroids=64,
+        model={"ssmax_length": 128},
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ovq.layers.full_attention import FullAttention
-from ovq.layers.rotary import token_positions
+from ovq.layers.positions import token_positions
 from ovq.ops.rotary import rotate
 
 

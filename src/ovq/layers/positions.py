@@ -1,4 +1,4 @@
-"""The positions at which a layer rotates its queries and keys."""
+"""Where the next tokens of each row stand, for rotary embeddings and scalable softmax."""
 
 import torch
 from jaxtyping import Int
