@@ -72,7 +72,7 @@ def test_a_length_that_no_mixer_may_have_raises():
     check_ssmax(None, ["mamba2"])
     with pytest.raises(ValueError, match=r"must be none unless .*'ovq'.* got \['mamba2'\]"):
         check_ssmax(128, ["mamba2"])
-    with pytest.raises(ValueError, match="ssmax_length must be an integer of at least 2.* got 1"):
+    with pytest.raises(ValueError, match=r"ssmax_length must be an integer of at least 2.* got 1"):
         check_ssmax(1, ["ovq"])
-    with pytest.raises(ValueError, match="ssmax_length must be an integer of at least 2.* got 0"):
+    with pytest.raises(ValueError, match=r"ssmax_length must be an integer of at least 2.* got 0"):
         FullAttention(8, 1, 1, 8, rope_theta=None, ssmax_length=0)
