@@ -16,8 +16,8 @@ STEPS = {"demo": 2800, "quick": 300, "paper": 20_000}
 # One of each kind that two cores have time for: the suite has twice the layers of recall.
 MIXERS = ("full_attention_nope", "ovq", "gated_delta_net")
 # It starts as basic recall, which the upper two layers learn by themselves. Once the pairs are
-# thin, their keys begin to come more often, and the lower two learn to count them; contexts four
-# times as long teach them at last to do so among more filler.
+# thin, their keys begin to come more often, and the lower two learn to count them; contexts
+# sixteen times as long teach them at last to do so among more filler.
 BEGUN, COUNTED, SHORT = 0.4, 0.6, 0.7
 STAGES = {
     "initial_tokens_per_pair": 2,
@@ -46,9 +46,9 @@ def sizes(scale: Scale) -> Sizes:
         )
     return Sizes(
         task=PositionalRecallTask(
-            context_length=512,
+            context_length=2048,
             tokens_per_pair=DENSE,
-            num_queries=64,
+            num_queries=256,
             num_keys=1024,
             num_values=16,
             num_filler=16,
@@ -57,13 +57,13 @@ def sizes(scale: Scale) -> Sizes:
         ),
         num_layers=4,
         num_steps=STEPS[scale.name],
-        batch_size=8,
+        batch_size=2,
         window_size=16,
         # A slot a token and long chunks: with half of them in training OVQ learns to count badly,
         # however many it has in the end.
-        num_centroids=512,
+        num_centroids=2048,
         chunk_size=64,
-        model={"num_identity_layers": 2, "ssmax_length": 512},
+        model={"num_identity_layers": 2, "ssmax_length": 2048},
         training=_stages(short_length=128),
     )
 
