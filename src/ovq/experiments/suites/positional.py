@@ -41,7 +41,7 @@ def sizes(scale: Scale) -> Sizes:
         )
         return replace(
             paper_sizes(task, num_steps=STEPS[scale.name]),
-            model={"num_identity_layers": 4},
+            model={"num_identity_layers": 4, "ssmax_length": 16_384},
             training=_stages(short_length=4096),
         )
     return Sizes(

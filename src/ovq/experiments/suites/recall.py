@@ -18,18 +18,18 @@ STEPS = {"demo": 2400, "quick": 1600, "paper": 20_000}
 def sizes(scale: Scale) -> Sizes:
     """What is trained: at demo scale the recipe of `make demo`, with keys enough for 65,536."""
     if scale.name == "paper":
-        return paper_sizes(
-            RecallTask(
-                context_length=16_384,
-                tokens_per_pair=DENSE,
-                num_queries=256,
-                num_keys=8192,
-                num_values=64,
-                num_filler=64,
-                initial_tokens_per_pair=2,
-                curriculum_fraction=0.7,
-            ),
-            num_steps=STEPS[scale.name],
+        task = RecallTask(
+            context_length=16_384,
+            tokens_per_pair=DENSE,
+            num_queries=256,
+            num_keys=8192,
+            num_values=64,
+            num_filler=64,
+            initial_tokens_per_pair=2,
+            curriculum_fraction=0.7,
+        )
+        return replace(
+            paper_sizes(task, num_steps=STEPS[scale.name]), model={"ssmax_length": 16_384}
         )
     return Sizes(
         task=RecallTask(
