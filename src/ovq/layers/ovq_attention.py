@@ -121,7 +121,8 @@ class OVQAttention(ConvolvedMixer):
     ]:
         """As in the base class, queries and keys of unit norm, before queries are scaled."""
         q, k, v, past = super().queries_keys_values(hidden_states, state)
-        return scale_queries(unit_norm(q), state, self.ssmax_length), unit_norm(k), v, past
+        memory = None if state is None else state.memory
+        return scale_queries(unit_norm(q), memory, self.ssmax_length), unit_norm(k), v, past
 
     def mix(
         self,
