@@ -63,7 +63,7 @@ def sizes(scale: Scale) -> Sizes:
         # however many it has in the end.
         num_centroids=2048,
         chunk_size=64,
-        model={"num_identity_layers": 2, "ssmax_length": 2048},
+        model={"num_identity_layers": 2, "ssmax_length": 128},
         training=_stages(short_length=128),
     )
 
