@@ -63,6 +63,12 @@ def test_the_first_mixer_is_the_reference_without_full_attention():
     assert models["mamba2"].intermediate_size == 96 < models["ovq"].intermediate_size
 
 
+def test_scalable_softmax_is_kept_where_a_mixer_has_it():
+    base = FIELDS | {"ssmax_length": 64, "layer_pattern": ["mamba2"]}  # which is not used
+    models = equal_models(["full_attention", "ovq", "mamba2"], base)
+    assert [models[x].ssmax_length for x in models] == [64, 64, None]
+
+
 def test_a_short_convolution_is_where_there_may_be_one():
     models = equal_models(["full_attention", "ovq"], FIELDS | {"use_short_conv": True})
     assert [config.use_short_conv for config in models.values()] == [False, True]

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -51,6 +52,17 @@ def content_of(text=TEXT, model=None, task=BYTES, **options):
 @pytest.fixture(scope="module")
 def content():
     return content_of()
+
+
+def test_beta_of_scalable_softmax_is_that_of_the_last_query(content):
+    scaled = content_of(model=make_model(ssmax_length=32))
+    tokens = len(scaled["layers"][0]["heads"][0]["slots"])
+    for plain, other in zip(*(c["layers"][0]["heads"] for c in (content, scaled)), strict=True):
+        for query, same in zip(plain["queries"], other["queries"], strict=True):
+            assert query["is_scaled"] is False
+            assert same["is_scaled"] is True
+            grown = query["beta"] * math.log(tokens) / math.log(32)
+            assert same["beta"] == pytest.approx(grown, abs=2e-3)
 
 
 class Page(HTMLParser):

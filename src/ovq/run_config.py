@@ -1,8 +1,10 @@
 """What a run is: a task, a model, its training and its evaluation, as frozen values."""
 
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import transformers
 import ovq
 from ovq.models import OVQConfig, OVQForCausalLM, OVQForRegression, OVQRegressionConfig
 from ovq.tasks import ContinuousTask, Task, task_from_dict, task_to_dict, token_task
+from ovq.tasks.corpus import KJV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +163,32 @@ class RunConfig:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"config must hold the fields of a RunConfig: {error}") from None
+
+    def check_is_of(self, run: Mapping[str, Any], folder: Path) -> None:
+        """Raise unless a run is of this configuration, its name and its evaluation apart.
+
+        Args:
+            run: what its run file holds.
+            folder: of the run, for the message.
+
+        Raises:
+            ValueError: a field that differs; fields newer than the run have their defaults there.
+        """
+        ours, theirs = self.to_dict(), RunConfig.from_dict(run["config"]).to_dict()
+        for part in ("task", "model", "training"):
+            for name in sorted(ours[part].keys() | theirs[part].keys()):
+                own, found = ours[part].get(name), theirs[part].get(name)
+                if own != found and not (name == "source" and _same_folder(own, found)):
+                    raise ValueError(
+                        f"--output must be a folder without a run of another configuration, got "
+                        f"{folder} with {part}.{name} = {found!r}, not {own!r}"
+                    )
+
+
+def _same_folder(one: Any, other: Any) -> bool:
+    """Whether two sources are one folder, with and without a slash at the end, say."""
+    names = [name for name in (one, other) if isinstance(name, str) and name != KJV]
+    return len(names) == 2 and Path(names[0]).resolve() == Path(names[1]).resolve()
 
 
 def model_class(task: Task) -> type[OVQForCausalLM] | type[OVQForRegression]:

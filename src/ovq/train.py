@@ -59,7 +59,6 @@ from ovq.tasks import (
     TaskDataset,
     check_seed,
 )
-from ovq.tasks.corpus import KJV
 from ovq.tasks.tokenization import END_OF_TEXT, with_end_of_text
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -298,23 +297,8 @@ def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
             raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
         return None
     run = read_run(folder)
-    # Read and written again, so that fields which are newer than the run have their defaults.
-    wanted, found = config.to_dict(), RunConfig.from_dict(run["config"]).to_dict()
-    for part in ("task", "model", "training"):
-        for name in sorted(wanted[part].keys() | found[part].keys()):
-            ours, theirs = wanted[part].get(name), found[part].get(name)
-            if ours != theirs and not (name == "source" and _same_folder(ours, theirs)):
-                raise ValueError(
-                    f"--output must be a folder without a run of another configuration, got "
-                    f"{folder} with {part}.{name} = {theirs!r}, not {ours!r}"
-                )
+    config.check_is_of(run, folder)
     return run
-
-
-def _same_folder(one: Any, other: Any) -> bool:
-    """Whether two sources are one folder, with and without a slash at the end, say."""
-    names = [name for name in (one, other) if isinstance(name, str) and name != KJV]
-    return len(names) == 2 and Path(names[0]).resolve() == Path(names[1]).resolve()
 
 
 def _check_shares(config: RunConfig) -> int:

@@ -15,7 +15,7 @@ import ovq.evaluate
 import ovq.experiments.run
 from ovq.evaluate import unmeasured
 from ovq.experiments import run_experiment
-from ovq.experiments.record import FILE, chosen_rate, known_failures, summarize
+from ovq.experiments.record import FILE, chosen_rate, known_failures, read_trial, summarize
 from ovq.loading import load_run
 from ovq.measuring import EVALUATION_SEED, VALIDATION_START
 from ovq.runs import read_run, write_run
@@ -257,6 +257,18 @@ def test_validation_data_is_neither_trained_on_nor_evaluated():
 def test_a_folder_of_another_scale_is_refused(whole):
     with pytest.raises(ValueError, match=r"one scale, got .* of 'demo', not 'quick'"):
         run_experiment(toy_experiment(scale="quick"), whole[0])
+
+
+def test_a_finished_run_of_another_configuration_is_refused(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "copy")
+    first, *others = toy_experiment().entries
+    changed = replace(first.config, model=first.config.model | {"ssmax_length": 32})
+    other = toy_experiment(entries=(replace(first, config=changed), *others))
+    message = r"configuration, got .*toy/ovq-lr.*ssmax_length = None, not 32"
+    with pytest.raises(ValueError, match=message):
+        run_experiment(other, tmp_path / "copy")
+    with pytest.raises(ValueError, match=message):
+        read_trial(tmp_path / "copy", other.candidates(other.entries[0])[0])
 
 
 def test_a_damaged_record_is_an_error(tmp_path):

@@ -65,7 +65,8 @@ def equal_models(
         [1408, 971]
     """
     check_mixers(mixers)
-    base = base if isinstance(base, OVQConfig) else OVQConfig(**base)
+    if not isinstance(base, OVQConfig):
+        base = OVQConfig(**{name: base[name] for name in base if name != "layer_pattern"})
     of_reference = _with(base, reference(mixers), base.intermediate_size, pure)
     target = num_parameters(of_reference)
     return {name: _equal_model(name, base, target, pure) for name in mixers}

@@ -21,10 +21,15 @@ def read_trial(output: Path, trial: Trial) -> dict[str, Any] | None:
     """The run file of a trial, ``None`` if it was not begun.
 
     Raises:
-        ValueError: a file that is damaged or no run's.
+        ValueError: a file that is damaged or no run's, or a run of another configuration, as of an
+            earlier version of the suite.
     """
     folder = output / trial.folder
-    return read_run(folder) if (folder / RUN_FILE).exists() else None
+    if not (folder / RUN_FILE).exists():
+        return None
+    run = read_run(folder)
+    trial.config.check_is_of(run, folder)
+    return run
 
 
 def validation_loss(run: Mapping[str, Any] | None) -> float | None:

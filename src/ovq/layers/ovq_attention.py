@@ -31,8 +31,8 @@ class OVQAttentionState(ConvolvedState):
 class OVQAttention(ConvolvedMixer):
     """Attention to the present chunk and to a dictionary learned in the forward pass.
 
-    Queries and keys have unit norm, no position is encoded, and the inverse temperature ``beta`` is
-    learned for each head, as its logarithm.
+    Queries and keys have unit norm, but for scalable softmax, no position is encoded, and the
+    inverse temperature ``beta`` is learned for each head, as its logarithm.
 
     Args:
         hidden_size: ``D``.
@@ -45,7 +45,8 @@ class OVQAttention(ConvolvedMixer):
         ssmax_length: see :func:`~ovq.layers.scalable_softmax.scale_queries`.
 
     Raises:
-        ValueError: sizes that do not fit one another, or an ``initial_beta`` that is not above 0.
+        ValueError: sizes that do not fit one another, an ``initial_beta`` that is not above 0, or
+            an ``ssmax_length`` below 2.
 
     Example:
         >>> dictionary = DictionaryConfig(num_centroids=8, chunk_size=4)

@@ -21,9 +21,10 @@ COMMITMENT_WEIGHT = 1e-4
 class VQAttention(ConvolvedMixer):
     """Softmax attention to quantized keys: OVQ attention with a static codebook in its place.
 
-    Queries and keys have unit norm, no position is encoded, and the inverse temperature ``beta`` is
-    learned for each head, so that the layer differs from OVQ attention in its memory alone. Which
-    half of that memory must be learned online? Two variants say:
+    Queries and keys have unit norm, but for scalable softmax, no position is encoded, and the
+    inverse temperature ``beta`` is learned for each head, so that the layer differs from OVQ
+    attention in its memory alone. Which half of that memory must be learned online? Two variants
+    say:
 
     * ``quantize_values=False`` (``vq``), as in Transformer-VQ: the key codes are static, but each
       code's value is the running mean of the values that joined it in *this* sequence. Keys
@@ -56,7 +57,8 @@ class VQAttention(ConvolvedMixer):
         ssmax_length: see :func:`~ovq.layers.scalable_softmax.scale_queries`.
 
     Raises:
-        ValueError: sizes that do not fit one another, or an unknown ``straight_through``.
+        ValueError: sizes that do not fit one another, an unknown ``straight_through``, an
+            ``initial_beta`` that is not above 0, or an ``ssmax_length`` below 2.
 
     Example:
         >>> layer = VQAttention(16, num_heads=2, num_kv_heads=1, head_dim=8, num_codes=4,
