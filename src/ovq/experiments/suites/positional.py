@@ -7,7 +7,7 @@ from typing import Any
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import CHUNKED, SHARES, density_points, longer
-from ovq.experiments.suites.recall import DENSE, THIN
+from ovq.experiments.suites.recall import DENSE, SSMAX, THIN
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.tasks import PositionalRecallTask
 
@@ -63,7 +63,7 @@ def sizes(scale: Scale) -> Sizes:
         # however many it has in the end.
         num_centroids=2048,
         chunk_size=64,
-        model={"num_identity_layers": 2, "ssmax_length": 128},
+        model=SSMAX | {"num_identity_layers": 2},
         training=_stages(short_length=128),
     )
 
