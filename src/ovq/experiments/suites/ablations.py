@@ -14,12 +14,12 @@ CORE = ("ovq", "saturating")
 
 
 def variants_of(sizes: Sizes) -> dict[str, Variant]:
-    """What differs from the suite's ``ovq``: linear growth, novel seeds, exact means, C = W, a slot
-    a token in training, scalable softmax.
+    """What differs from the suite's ``ovq``: linear growth, novel seeds, exact means, C = W, half
+    a slot a token in training, scalable softmax.
     """
     base, small = sizes.dictionary(), max(1, sizes.window_size // 2)
     changes = {
-        "half_slots": {"num_centroids": sizes.num_centroids // 2},
+        "slot_a_token": {"num_centroids": sizes.task.context_length},
         "saturating": {"growth": "saturating", "growth_length": None},
         "immediate": {"growth": "immediate", "growth_length": None},
         "spread": {"seeding": "spread"},

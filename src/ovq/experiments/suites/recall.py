@@ -49,9 +49,7 @@ def sizes(scale: Scale) -> Sizes:
         num_steps=STEPS[scale.name],
         batch_size=32,
         window_size=16,
-        # A slot a token, so that training is exact attention: what it learns is sharper than with
-        # half of them, leaves guessing sooner, and is compressed afterwards at less loss.
-        num_centroids=128,
+        num_centroids=64,
         model=SSMAX,
     )
 
