@@ -7,7 +7,7 @@ from typing import Any
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import CHUNKED, SHARES, density_points, longer
-from ovq.experiments.suites.recall import DENSE, SSMAX, THIN
+from ovq.experiments.suites.recall import DENSE, PAPER_TASK, SSMAX, THIN
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.tasks import PositionalRecallTask
 
@@ -30,18 +30,10 @@ STAGES = {
 def sizes(scale: Scale) -> Sizes:
     """What is trained: four layers, since a pair must be told from earlier ones of its key."""
     if scale.name == "paper":
-        task = PositionalRecallTask(
-            context_length=16_384,
-            tokens_per_pair=DENSE,
-            num_queries=256,
-            num_keys=8192,
-            num_values=64,
-            num_filler=64,
-            **STAGES,
-        )
+        task = PositionalRecallTask(**PAPER_TASK, **STAGES)
         return replace(
             paper_sizes(task, num_steps=STEPS[scale.name]),
-            model={"num_identity_layers": 4, "ssmax_length": 16_384},
+            model={"num_identity_layers": 4, "ssmax_length": task.context_length},
             training=_stages(short_length=4096),
         )
     return Sizes(

@@ -15,24 +15,25 @@ NAME = "recall"
 THIN, DENSE = 32, 8
 # It makes a start as sharp as the scale's needless, with which some seeds leave guessing too late.
 SSMAX = {"ssmax_length": 128, "initial_beta": INITIAL_BETA}
+# At the paper's scale, of positional recall too.
+PAPER_TASK = {
+    "context_length": 16_384,
+    "tokens_per_pair": DENSE,
+    "num_queries": 256,
+    "num_keys": 8192,
+    "num_values": 64,
+    "num_filler": 64,
+}
 STEPS = {"demo": 2400, "quick": 1600, "paper": 20_000}
 
 
 def sizes(scale: Scale) -> Sizes:
     """What is trained: at demo scale the recipe of `make demo`, with keys enough for 65,536."""
     if scale.name == "paper":
-        task = RecallTask(
-            context_length=16_384,
-            tokens_per_pair=DENSE,
-            num_queries=256,
-            num_keys=8192,
-            num_values=64,
-            num_filler=64,
-            initial_tokens_per_pair=2,
-            curriculum_fraction=0.7,
-        )
+        task = RecallTask(**PAPER_TASK, initial_tokens_per_pair=2, curriculum_fraction=0.7)
         return replace(
-            paper_sizes(task, num_steps=STEPS[scale.name]), model={"ssmax_length": 16_384}
+            paper_sizes(task, num_steps=STEPS[scale.name]),
+            model={"ssmax_length": task.context_length},
         )
     return Sizes(
         task=RecallTask(
