@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ovq
 from ovq.layers import OVQAttention
-from ovq.layers.scalable_softmax import scale_queries
+from ovq.layers.scalable_softmax import ssmax_scale
 from ovq.loading import Codec
 from ovq.models import OVQForCausalLM
 from ovq.ops.ovq_attention import (
@@ -244,13 +244,13 @@ def _heads(
 ) -> list[dict[str, Any]]:
     """One entry a key-value head, with the reads of its query heads in it."""
     group, beta = mixer.num_heads // mixer.num_kv_heads, mixer.beta
-    is_scaled = mixer.ssmax_length is not None
-    if is_scaled:  # what the last query is multiplied by
-        beta = scale_queries(beta.expand(1, len(slots), 1, -1), None, mixer.ssmax_length)[0, -1, 0]
+    length = mixer.ssmax_length
+    if length is not None:  # as for the last query
+        beta = beta * ssmax_scale(torch.tensor(float(len(slots))), length)
     heads = []
     for head in range(mixer.num_kv_heads):
         queries = [
-            {"query_head": h, "beta": round(beta[h].item(), 3), "is_scaled": is_scaled}
+            {"query_head": h, "beta": round(beta[h].item(), 3), "is_scaled": length is not None}
             | {name: read[:, h].flatten().tolist() for name, read in reads.items()}
             for h in range(head * group, (head + 1) * group)
         ]

@@ -172,9 +172,9 @@ class RunConfig:
             folder: of the run, for the message.
 
         Raises:
-            ValueError: a field that differs; fields newer than the run have their defaults there.
+            ValueError: a field that differs; one that is not given has its default.
         """
-        ours, theirs = self.to_dict(), RunConfig.from_dict(run["config"]).to_dict()
+        ours, theirs = (_in_full(c) for c in (self, RunConfig.from_dict(run["config"])))
         for part in ("task", "model", "training"):
             for name in sorted(ours[part].keys() | theirs[part].keys()):
                 own, found = ours[part].get(name), theirs[part].get(name)
@@ -183,6 +183,11 @@ class RunConfig:
                         f"--output must be a folder without a run of another configuration, got "
                         f"{folder} with {part}.{name} = {found!r}, not {own!r}"
                     )
+
+
+def _in_full(config: RunConfig) -> dict[str, Any]:
+    """All fields, those of the model with their defaults, too."""
+    return config.to_dict() | {"model": model_config(config.task, config.model).to_dict()}
 
 
 def _same_folder(one: Any, other: Any) -> bool:

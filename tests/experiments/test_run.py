@@ -271,6 +271,14 @@ def test_a_finished_run_of_another_configuration_is_refused(whole, tmp_path):
         read_trial(tmp_path / "copy", other.candidates(other.entries[0])[0])
 
 
+def test_a_finished_run_without_a_field_has_its_default(whole):
+    first, *others = toy_experiment().entries
+    assert "ssmax_length" not in first.config.model
+    same = replace(first.config, model=first.config.model | {"ssmax_length": None})
+    experiment = toy_experiment(entries=(replace(first, config=same), *others))
+    assert read_trial(whole[0], experiment.candidates(experiment.entries[0])[0])
+
+
 def test_a_damaged_record_is_an_error(tmp_path):
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / FILE).write_text("[")

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ovq.comparison.flops import training_flops
-from ovq.layers.registry import WITH_SHORT_CONV, WITH_SSMAX, check_mixer_name
+from ovq.layers.registry import check_mixer_name, options_of
 from ovq.models import OVQConfig, OVQForCausalLM
 
 TOLERANCE = 0.02  # of the number of parameters
@@ -42,10 +42,9 @@ def equal_models(
     """Configurations of equal numbers of parameters, one a mixer.
 
     Nothing but ``layer_pattern`` and ``intermediate_size`` differs from ``base``, except that
-    ``use_short_conv`` is false where no mixer may have a short convolution, and ``ssmax_length``
-    none where none may have scalable softmax. The reference, full
-    attention if it is among the mixers and else the first, keeps its ``intermediate_size``.
-    Codebooks, which are no parameters, are not counted.
+    ``use_short_conv`` and ``ssmax_length`` have their defaults where the mixer has no such option.
+    The reference, full attention if it is among the mixers and else the first, keeps its
+    ``intermediate_size``. Codebooks, which are no parameters, are not counted.
 
     Args:
         mixers: names in the registry, each once.
@@ -92,13 +91,8 @@ def _equal_model(name: str, base: OVQConfig, target: int, pure: bool) -> OVQConf
 
 def _with(base: OVQConfig, name: str, intermediate_size: int, pure: bool) -> OVQConfig:
     pattern = [name] if pure else ["sliding_window", name]
-    changes = {
-        "layer_pattern": pattern,
-        "intermediate_size": intermediate_size,
-        "use_short_conv": base.use_short_conv and name in WITH_SHORT_CONV,
-        "ssmax_length": base.ssmax_length if name in WITH_SSMAX else None,
-    }
-    return OVQConfig.from_dict(base.to_dict() | changes)
+    changes = {"layer_pattern": pattern, "intermediate_size": intermediate_size}
+    return OVQConfig.from_dict(options_of(name, base.to_dict()) | changes)
 
 
 def _on_meta(config: OVQConfig) -> OVQForCausalLM:

@@ -9,7 +9,7 @@ from typing import Any
 from ovq.comparison.models import TOLERANCE, num_parameters
 from ovq.experiments.plan import Entry
 from ovq.experiments.scales import Scale
-from ovq.layers.registry import WITH_DICTIONARY, WITH_SHORT_CONV, WITH_SSMAX
+from ovq.layers.registry import WITH_DICTIONARY, options_of
 from ovq.models import OVQConfig
 from ovq.points import Point, leaves_a_slot
 from ovq.run_config import RunConfig, TrainingConfig, model_config
@@ -192,14 +192,9 @@ def equal_fields(task: Task, base: dict[str, Any], variant: Variant) -> dict[str
         ValueError: no ``intermediate_size`` makes it equal within 2 %.
     """
     fields = {
-        **base,
-        **variant.model,
+        **options_of(variant.mixer, {**base, **variant.model}),
         "layer_pattern": ["sliding_window", variant.mixer],
-        "use_short_conv": bool(variant.model.get("use_short_conv"))
-        and variant.mixer in WITH_SHORT_CONV,
     }
-    if variant.mixer not in WITH_SSMAX:
-        fields.pop("ssmax_length", None)
     target = _count(task, base | {"layer_pattern": ["sliding_window", REFERENCE]})
     if variant.mixer == REFERENCE and not variant.model:
         return fields

@@ -1,6 +1,7 @@
 """Every mixer by name. A new mixer is one file in this folder and one line here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ovq.layers.base import Mixer, MixerConfig
 from ovq.layers.full_attention import FullAttention
@@ -54,6 +55,21 @@ def check_mixer_name(name: str, argument: str = "name") -> None:
     """
     if name not in MIXERS:
         raise ValueError(f"{argument} must be one of {sorted(MIXERS)}, got {name!r}")
+
+
+def options_of(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a model without the options that layers of a mixer do not have.
+
+    Args:
+        name: of the mixer.
+        fields: of any model.
+
+    Example:
+        >>> options_of("full_attention", {"hidden_size": 64, "use_short_conv": True})
+        {'hidden_size': 64}
+    """
+    able = {"use_short_conv": WITH_SHORT_CONV, "ssmax_length": WITH_SSMAX}
+    return {field: fields[field] for field in fields if name in able.get(field, MIXERS)}
 
 
 def check_short_conv(use_short_conv: bool, names: Iterable[str]) -> None:

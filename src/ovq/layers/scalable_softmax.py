@@ -20,10 +20,20 @@ def check_ssmax_length(length: int | None) -> None:
         raise ValueError(f"ssmax_length must be an integer of at least 2, or none, got {length!r}")
 
 
+def ssmax_scale(num_keys: Float[Tensor, "*shape"], length: int) -> Float[Tensor, "*shape"]:
+    """``log(n) / log(length)``.
+
+    Args:
+        num_keys: ``n``, at least 1: how many there are to attend to.
+        length: where the scale is 1.
+    """
+    return num_keys.log() / math.log(length)
+
+
 def scale_queries(
     q: Float[Tensor, "B T H K"], state: MixerState | None, length: int | None
 ) -> Float[Tensor, "B T H K"]:
-    """``q log(n) / log(length)``, ``n`` the tokens a query has to attend to, itself included.
+    """Queries times :func:`ssmax_scale` of the tokens each has to attend to, itself included.
 
     A softmax over ``n`` numbers, of which one is larger than the others by ``d``, gives it
     ``1 / (1 + (n - 1) exp(-d))``: less and less as ``n`` grows, unless ``d`` grows with ``log n``.
@@ -45,5 +55,5 @@ def scale_queries(
     if length is None:
         return q
     seen = token_positions(state, q.shape[1], q.device) + 1
-    scale = seen.to(torch.promote_types(q.dtype, torch.float32)).log() / math.log(length)
+    scale = ssmax_scale(seen.to(torch.promote_types(q.dtype, torch.float32)), length)
     return (q * scale[..., None, None]).to(q.dtype)
