@@ -1,10 +1,13 @@
 """The commands: their names and options, and that bad input is one line and exit code 2."""
 
+import io
 import json
+import re
 import runpy
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ovq.cli import app, shared
@@ -335,3 +338,15 @@ def test_fidelity_takes_a_model_and_a_text_together_and_reads_the_text_first(tmp
         "fidelity", "--model", "none", "--text", tmp_path / "no.txt", "-o", folder
     )  # fmt: skip
     assert "no.txt" in missing
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_time_left_is_whole_on_narrow_lines(monkeypatch, width):
+    page = io.StringIO()
+    monkeypatch.setattr(shared, "console", Console(file=page, width=width))
+    with shared.progress_bar("recall, minutes", "{task.fields[what]}", "{task.fields[loss]}") as go:
+        go(0, 40, what="", loss="")
+        go(8, 40, what="recall/full_attention_nope-lr0.003-seed2 step 606 of 1600", loss="0.26")
+    (line,) = page.getvalue().splitlines()
+    assert len(line) <= width
+    assert re.search(r" 8/40 .* \d:\d\d:\d\d left (\d|-):(\d\d|--):(\d\d|--)$", line.rstrip())

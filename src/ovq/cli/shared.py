@@ -20,7 +20,7 @@ try:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
-    from rich.table import Table
+    from rich.table import Column, Table
 except ImportError as error:
     sys.exit(f"ovq: the command line needs {error.name}: pip install 'ovq[all]'")
 except KeyboardInterrupt:
@@ -81,18 +81,21 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     """A progress bar with time left: a function of done, total and the fields of the columns.
 
     It appears with its first update, so that bad input leaves nothing but its one line. Where the
-    output is no terminal, every tenth is a line of its own.
+    output is no terminal, every tenth is a line of its own. Where a line is too narrow, the columns
+    are cut, and not the time left.
     """
+    cut = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     bar = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=30)),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
-        *(TextColumn(column) for column in columns),
+        TextColumn("  ".join(columns), table_column=cut),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
+        expand=True,
     )
 
     def update(done: int | float, total: int | float, **fields: Any) -> None:
