@@ -301,6 +301,24 @@ def test_a_model_of_another_configuration_is_an_error(done, tmp_path):
         load_run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [("ssmax_length", 32, "ssmax_length = 32, not None"), ("dictionary", None, "dictionary = ")],
+)
+def test_an_edited_field_that_the_run_leaves_to_its_default_is_an_error(
+    done, tmp_path, field, value, rule
+):
+    shutil.copytree(done[0], tmp_path / "run")
+    path = tmp_path / "run/model/config.json"
+    config = json.loads(path.read_text())
+    assert field == "dictionary" or field not in tiny_run().model
+    assert "centroid" not in tiny_run().model["dictionary"]
+    config[field] = value or config["dictionary"] | {"centroid": "unit"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rule):
+        load_run(tmp_path / "run")
+
+
 def test_a_model_that_lacks_a_tensor_is_an_error(done, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -21,12 +21,12 @@ except ImportError as error:
     ) from error
 
 from ovq.models import OVQForCausalLM, OVQForRegression
-from ovq.run_config import RunConfig, model_class
+from ovq.models.configuration_ovq import OWN_FIELDS, dictionary_config
+from ovq.run_config import RunConfig, model_class, model_config
 from ovq.runs import MODEL_FOLDER, check_data, check_weights, read_run
 from ovq.tasks import Task, token_task
 
 
-@runtime_checkable
 @runtime_checkable
 class Codec(Protocol):
     """What turns text into token ids and back: a task, or the tokenizer of a pretrained model."""
@@ -140,7 +140,10 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM | OVQForRegression
     if "task" not in run["config"]:
         raise ValueError(f"RUN must have been trained by `ovq train`, got the converted {folder}")
     config = RunConfig.from_dict(run["config"])
-    model = _load_model(folder, run, config.model, model_class(config.task))
+    whole = model_config(config.task, config.model)
+    names = config.model.keys() | (OWN_FIELDS - {"use_cache"})  # which says how to call it
+    fields = {name: getattr(whole, name) for name in names}
+    model = _load_model(folder, run, fields, model_class(config.task))
     _check_text(run, config.task)
     return config, model
 
@@ -183,15 +186,21 @@ def _load_model(
             )
     for name, value in fields.items():
         held = getattr(model.config, name, None)
-        part = isinstance(value, dict) and isinstance(held, dict) and value.items() <= held.items()
-        same = part or value == held
-        if not same:
+        if not _same(name, value, held):
             raise ValueError(
                 f"RUN must hold the model of its own configuration, got {folder} with {name} = "
                 f"{held!r}, not {value!r}"
             )
     check_weights(folder, run)
     return model.eval()
+
+
+def _same(name: str, value: Any, held: Any) -> bool:
+    """Whether a field of a run and that of its model are equal; those not given have defaults."""
+    if name == "dictionary":
+        return dictionary_config(value) == dictionary_config(held)
+    part = isinstance(value, dict) and isinstance(held, dict) and value.items() <= held.items()
+    return part or value == held
 
 
 def _check_text(run: dict[str, Any], task: Task) -> None:
