@@ -93,13 +93,15 @@ def test_regression_is_judged_where_least_squares_has_a_mean(tmp_path, measure, 
     assert judged(write_regression(tmp_path, measure)) == [verdict]
 
 
-def kept(model, score):
-    """Forgetting with another last score of one model."""
+def kept(model, score, first=None):
+    """Forgetting with another last score of one model, and perhaps another first one."""
 
     def measure(name, seed, asked):
         result = forgetting_result(name, seed, asked)
         if name == model and asked["length"] > 64:
             result["groups"]["A"]["accuracy"] = score
+        elif name == model and first is not None:
+            result["groups"]["A"]["accuracy"] = first
         return result
 
     return measure
@@ -112,10 +114,23 @@ def kept(model, score):
         (kept(OURS, 0.71), MISSED),
         (kept("linear_attention", 0.79), MISSED),  # it must keep less
         (kept(FULL, 0.9), NOT_LEARNED),
+        (kept("linear_attention", 0.09, first=0.1), NOT_LEARNED),  # it guesses: there is nothing
+        (kept("linear_attention", 0.0), MET),  # nothing kept is a figure, too
+        (kept(OURS, 0.0), MISSED),
+        (kept(OURS, 0.08, first=0.08), MISSED),  # ours guesses, and keeps that
     ],
 )
 def test_forgetting_is_judged_by_what_is_kept(tmp_path, measure, verdict):
     assert judged(write_forgetting(tmp_path, measure)) == [verdict]
+
+
+def test_what_is_kept_is_told_above_guessing_and_with_both_scores(tmp_path):
+    (found,) = goals(write_forgetting(tmp_path, missing=["ovq-seed2"])).values()
+    assert found.measured == "ovq keeps 0.946 ± 0.000 (2 of 3): 0.800 to 0.760"
+    assert found.baseline.startswith(
+        "linear_attention keeps 0.458 ± 0.000 (2 of 3): 0.800 to 0.400"
+    )
+    assert (found.verdict, found.text) == (MET, "met so far, 2 of 3 seeds")
 
 
 OTHER_SEEDS = ("ovq-seed1", "ovq-seed2")

@@ -160,6 +160,9 @@ def test_an_experiment_with_nothing_done_says_so(tmp_path):
     assert [path.name for path in found.files] == ["index.html", "tables.md"]
     page = browse(tmp_path / "out/index.html", tmp_path, LIGHT)
     assert "Nothing is measured yet." in page
+    tables = (tmp_path / "out/tables.md").read_text()
+    assert "| mqar |  |  |  |  | no record |" in tables
+    assert "| recall |  |  |  |  | no record |" not in tables
     assert 'data-drawn="light"' in page
     assert charts_of(page) == []
 

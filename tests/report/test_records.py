@@ -18,10 +18,11 @@ from ovq.report.records import (
 from ovq.report.scores import Values, scores_of
 from ovq.report.sections.ablations import differences
 from ovq.report.sections.base import incomplete
+from ovq.report.sections.pairs import recall
 from ovq.runs import read_run, write_run
 
 from ..experiments.toys import toy_experiment
-from .written import OURS, recall_result, write_recall
+from .written import MODELS, OURS, recall_result, write_recall
 
 
 def test_formats_are_those_that_commands_write():
@@ -146,3 +147,49 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
     for score, values in differences(scores_of(read_suite(path))):
         assert score.model == "unit"
         assert values.by_seed == {0: pytest.approx(0.1), 1: pytest.approx(0.0)}
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model", "num_codes", 32),
+        ("task", "tokens_per_pair", 4),
+        ("training", "num_steps", 300),
+        ("evaluation", "seed", 2),
+    ],
+)
+def test_seeds_of_other_models_or_questions_are_refused(tmp_path, part, name, value):
+    path = write_recall(tmp_path)
+    for seed in (0, 1):  # what both tell is compared; one alone may be older
+        folder = tmp_path / f"recall/ovq-lr0.01-seed{seed}"
+        run = read_run(folder)
+        fields = run["config"].get(part, run.get(part))
+        fields[name] = fields.get(name, 1) if seed == 0 else value
+        write_run(folder, run)
+        if seed == 0:
+            read_suite(path)
+    with pytest.raises(ValueError, match=rf"ovq-lr0.01-seed1 with {part}.{name} = {value} and"):
+        read_suite(path)
+
+
+def test_a_share_of_state_is_that_of_full_attention_that_is_measured(tmp_path):
+    """One that is planned and not begun has no bytes to compare with."""
+    unmeasured = [f"full_attention-seed{seed}" for seed in (0, 1, 2)]
+    models = MODELS | {"full_attention": "full_attention"}
+
+    def measure(model, seed, asked):
+        return None if model == "full_attention" else recall_result(model, seed, asked)
+
+    path = write_recall(tmp_path, models=models, measure=measure, missing=unmeasured)
+    table = next(t for t in recall(read_suite(path)).tables if "Bytes" in t.caption)
+    assert [row[2].text for row in table.rows if row[0].text == OURS] == ["90 (9%)", "240 (24%)"]
+
+
+def test_training_that_begins_in_shorter_contexts_is_told(tmp_path):
+    path = write_recall(tmp_path)
+    for folder in tmp_path.glob("recall/*-seed*"):
+        run = read_run(folder)
+        run["config"]["training"] |= {"short_length": 32, "short_fraction": 0.7}
+        write_run(folder, run)
+    note = recall(read_suite(path)).notes[0]
+    assert note.startswith("Trained at 32 tokens for 70% of the steps and then at 128 with a pair")

@@ -152,7 +152,7 @@ def write_regression(root: Path, measure: Measure = regression_result, **options
 
 
 def write_forgetting(root: Path, measure: Measure = forgetting_result, **options: Any) -> Path:
-    task = {"context_length": 128, "first_length": 64}
+    task = {"context_length": 128, "first_length": 64, "num_values": 16}
     points = [point(length, "53") for length in (64, 128, 64 * 17)]
     return write_suite(root, "forgetting", points, measure, task=task, **options)
 

@@ -1,7 +1,7 @@
 """The project's goals, and whether what was measured reaches them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ovq.report.scores import Score, Values
@@ -32,6 +32,7 @@ class Verdict:
         baseline: what it is measured against, in words.
         measured: what ours was, in words.
         verdict: one of the four.
+        seeds: that it rests on, and those planned; ``None`` before there are any.
     """
 
     goal: str
@@ -40,6 +41,20 @@ class Verdict:
     baseline: str = ""
     measured: str = ""
     verdict: str = NOT_MEASURED
+    seeds: tuple[int, int] | None = None
+
+    @property
+    def text(self) -> str:
+        """The verdict, with its seeds while some lack."""
+        if self.seeds is None or self.seeds[0] >= self.seeds[1]:
+            return self.verdict
+        return f"{self.verdict} so far, {self.seeds[0]} of {self.seeds[1]} seeds"
+
+
+def _seeds(*values: Values) -> tuple[int, int]:
+    """Those that all of them have, and those planned."""
+    common = set.intersection(*(set(found.by_seed) for found in values))
+    return len(common), max(found.num_planned for found in values)
 
 
 def verdicts(
@@ -59,7 +74,7 @@ def verdicts(
     return [
         *(v for suite in ("recall", "positional") for v in _recall(suite, by_suite.get(suite, []))),
         *_regression(by_suite.get("regression", []), told.get("regression", {})),
-        _forgetting(by_suite.get("forgetting", []), told.get("forgetting", {}).get("first_length")),
+        _forgetting(by_suite.get("forgetting", []), told.get("forgetting", {})),
     ]
 
 
@@ -99,16 +114,25 @@ def _recall_at(
     of_full, own = full_accuracy.mean, accuracy.mean
     if of_full is None or own is None:
         return Verdict(**asked, baseline=baseline)
-    held = (ours.state_bytes or 0) / (full.state_bytes or 1)
-    measured = f"{ours.label}: {accuracy}, {own / max(of_full, 1e-9):.3f} of it with {held:.1%}"
+    measured = f"{ours.label}: {accuracy}, {own / max(of_full, 1e-9):.3f} of it{_held(ours, full)}"
     verdict = _judge(of_full >= LEARNED, own >= wanted * of_full)
-    return Verdict(**asked, baseline=baseline, measured=measured, verdict=verdict)
+    return Verdict(
+        **asked, baseline=baseline, measured=measured, verdict=verdict,
+        seeds=_seeds(full_accuracy, accuracy),
+    )  # fmt: skip
 
 
 def _best(scores: Iterable[Score]) -> Score | None:
     """That with the highest mean; ``None`` if none is measured."""
     measured = [score for score in scores if score.accuracy.mean is not None]
     return max(measured, key=lambda score: score.accuracy.mean or 0.0, default=None)
+
+
+def _held(score: Score, base: Score) -> str:
+    """The share of the baseline's state, in words; empty where it is not known."""
+    if score.state_bytes is None or not base.state_bytes:
+        return ""
+    return f" with {score.state_bytes / base.state_bytes:.1%}"
 
 
 def _judge(learned: bool, reached: bool) -> str:
@@ -178,38 +202,97 @@ def _regression_of(
     return Verdict(
         **asked,
         baseline=baseline,
-        measured=f"{score.label}: {found}, {own / max(error, 1e-9):.3f} of it",
+        measured=f"{score.label}: {found}, {own / max(error, 1e-9):.3f} of it{_held(score, base)}",
         verdict=_judge(learned, own <= 1.05 * error),
+        seeds=_seeds(found, of_base),
     )
 
 
-def kept(scores: Sequence[Score], model: str, before: int, after: int) -> Values | None:
-    """The share of its score on A that a model keeps, by seed."""
-    found = {s.length: s for s in scores if s.model == model and s.length in (before, after)}
-    if len(found) < 2:
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a model keeps of A.
+
+    Attributes:
+        model: its name.
+        first: its score on A right after it.
+        last: its score on A in the end.
+        chance: the score of guessing.
+    """
+
+    model: str
+    first: Values
+    last: Values
+    chance: float
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the first score is at least twice that of guessing."""
+        return (self.first.mean or 0.0) >= max(2 * self.chance, 1e-9)
+
+    @property
+    def share(self) -> Values:
+        """Of the score above that of guessing, by seed."""
+        above = {
+            seed: (self.last.by_seed[seed] - self.chance) / max(first - self.chance, 1e-9)
+            for seed, first in self.first.by_seed.items()
+            if seed in self.last.by_seed
+        }
+        return Values(by_seed=above, num_planned=self.last.num_planned)
+
+    def shared_with(self, other: "Kept") -> "Kept":
+        """The same of the seeds that another has, too."""
+        first, last = (
+            own.shared_with(of.first).shared_with(of.last)
+            for own, of in ((self.first, other), (self.last, other))
+        )
+        return replace(self, first=first, last=last)
+
+    def __str__(self) -> str:
+        return f"{self.model} keeps {self.share}: {self.first.mean:.3f} to {self.last.mean:.3f}"
+
+
+def kept(
+    scores: Sequence[Score], model: str, before: int, after: int, chance: float
+) -> Kept | None:
+    """What a model keeps of A from one length to another; ``None`` before both are measured."""
+    found = {s.length: s.group("A") for s in scores if s.model == model}
+    first, last = (found.get(length) for length in (before, after))
+    if first is None or last is None or not first.shared_with(last).by_seed:
         return None
-    first, last = (found[length].group("A").by_seed for length in (before, after))
-    shares = {seed: last[seed] / first[seed] for seed in last if first.get(seed)}
-    return Values(by_seed=shares, num_planned=found[after].num_planned) if shares else None
+    return Kept(
+        model=model, first=first.shared_with(last), last=last.shared_with(first), chance=chance
+    )
 
 
-def _forgetting(scores: Sequence[Score], first_length: int | None) -> Verdict:
+def _forgetting(scores: Sequence[Score], task: Mapping[str, Any]) -> Verdict:
+    """The dense state that ours is judged against is that with the best score in the end."""
     goal = f"forgetting: OVQ keeps {KEPT:.0%} of its score on A, the best dense state less"
     at = f"n = {TIMES_FORGOTTEN} lengths of A"
-    if first_length is None:
+    if not task:
         return Verdict(goal=goal, at=at)
-    before, after = first_length, (1 + TIMES_FORGOTTEN) * first_length
-    found = {model: kept(scores, model, before, after) for model in (*OVQ, *DENSE_STATES)}
-    shares = {model: values.mean for model, values in found.items() if values and values.mean}
-    ours = max((m for m in OVQ if m in shares), key=lambda m: shares[m], default=None)
-    dense = max((m for m in DENSE_STATES if m in shares), key=lambda m: shares[m], default=None)
+    before = task["first_length"]
+    after, chance = (1 + TIMES_FORGOTTEN) * before, 1 / task["num_values"]
+
+    def best(models: Iterable[str]) -> Kept | None:
+        found = [kept(scores, model, before, after, chance) for model in models]
+        whole = [one for one in found if one is not None]
+        return max(whole, key=lambda one: one.last.mean or 0.0, default=None)
+
+    ours, dense = best(OVQ), best(DENSE_STATES)
     full = [s.group("A").mean or 0.0 for s in scores if s.model in FULL and s.length == after]
     if ours is None or dense is None or not full:
         return Verdict(goal=goal, at=at)
-    reached = shares[ours] >= KEPT and shares[dense] < KEPT
+    ours, dense = ours.shared_with(dense), dense.shared_with(ours)
+    own, others = ours.share.mean, dense.share.mean
+    if own is None or others is None:  # no seed of both
+        return Verdict(goal=goal, at=at)
     return Verdict(
         goal=goal, at=at,
-        baseline=f"{dense} keeps {found[dense]}; full attention's score {max(full):.3f}",
-        measured=f"{ours} keeps {found[ours]}",
-        verdict=_judge(max(full) >= LEARNED, reached),
+        baseline=f"{dense}; full attention's score {max(full):.3f}; guessing {chance:.3f}",
+        measured=str(ours),
+        verdict=_judge(
+            max(full) >= LEARNED and dense.has_learned,
+            ours.has_learned and own >= KEPT and others < KEPT,
+        ),
+        seeds=_seeds(ours.share, dense.share),
     )  # fmt: skip

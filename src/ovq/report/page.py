@@ -63,6 +63,7 @@ def _policy(script: str) -> str:
 
 
 def _cell_class(text: str) -> str:
-    if text in (MET, MISSED):
-        return text
+    for verdict in (MET, MISSED):
+        if text == verdict or text.startswith(f"{verdict} so far"):
+            return verdict
     return "words" if len(text) > LONG else ""

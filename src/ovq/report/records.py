@@ -20,6 +20,8 @@ COMPARISON_PARTS = {
     "command": str, "machine": dict, "config": dict, "reference": str, "models": dict,
     "figures": list,
 }  # fmt: skip
+# A run's own, or where its text lies on one machine.
+OF_ONE_RUN = {("training", "learning_rate"), ("training", "seed"), ("task", "source")}
 STATUSES = ("done", "unfinished", "missing", "failed")
 
 
@@ -169,7 +171,34 @@ def read_suite(path: Path) -> Suite:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"RUN must hold a whole {path.name}, got {path}: {error!r}") from None
+    for entry in entries:
+        _check_alike(entry)
     return Suite(name=record["name"], path=path, record=record, entries=entries)
+
+
+def _check_alike(entry: SuiteEntry) -> None:
+    """Raise unless its runs differ in rate and seed alone, and were asked the same questions."""
+    told = [(run.folder, _what_is_shared(run.run)) for run in entry.runs if run.run]
+    for folder, found in told[1:]:
+        first, expected = told[0]
+        for name in sorted(expected.keys() & found.keys()):
+            if expected[name] != found[name]:
+                raise ValueError(
+                    f"RUN must hold seeds of one model, got {folder} with {name} = "
+                    f"{found[name]!r} and {first} with {expected[name]!r}"
+                )
+
+
+def _what_is_shared(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What the seeds of an entry have in common, by name."""
+    config, evaluation = run["config"], run.get("evaluation", {})
+    found = {
+        f"{part}.{name}": value
+        for part in ("task", "model", "training")
+        for name, value in config.get(part, {}).items()
+        if (part, name) not in OF_ONE_RUN
+    }
+    return found | ({"evaluation.seed": evaluation["seed"]} if "seed" in evaluation else {})
 
 
 def _read_run(path: Path, told: Mapping[str, Any], points: list[Mapping[str, Any]]) -> TrainedRun:

@@ -89,7 +89,7 @@ def _sections(sources: Sources) -> list[Section]:
     found = [SECTIONS.get(suite.name, other)(suite) for suite in ordered]
     paid = costs(ordered, sources.comparisons)
     if ordered:
-        found = [status(ordered), goals(ordered), *found]
+        found = [status(ordered, SECTIONS), goals(ordered), *found]
     return [*found, *([paid] if paid else [])]
 
 

@@ -24,6 +24,17 @@ FAMILIES = (
 COLOURS_OF_FAMILIES = (*PALETTE, "#8c564b")
 Placed = tuple[Score, Any]  # a score, and its place on an axis or in a table
 Pick = Callable[[Score, Any], Values]  # the figure of a score at that place
+SOFTMAX = ("initial_beta", "ssmax_length")
+# Fields of the model that a mixer reads, but for widths.
+MODEL_FIELDS: dict[str, tuple[str, ...]] = {
+    "ovq": ("dictionary", *SOFTMAX, "use_short_conv"),
+    "vq": ("num_codes", "block_size", "straight_through", *SOFTMAX, "use_short_conv"),
+    "full_attention": ("ssmax_length",),
+    "full_attention_nope": ("ssmax_length",),
+    "gated_delta_net": ("initial_decay_rate",),
+    "mamba2": ("initial_decay_rate", "ssm_state_size"),
+    "sliding_window": ("window_size",),
+}
 HOVER = ("value", "seeds", "state", "learning rate")
 SPREAD = (
     "Lines are means over seeds, bars reach from the smallest to the largest seed; in tables ± is "
@@ -70,8 +81,23 @@ def make_section(
         notes=("Nothing is measured yet.",) if is_empty else (*notes, SPREAD),
         incomplete=tuple(incomplete(suite)),
         charts=() if is_empty else with_data(charts),
-        tables=tuple(tables),
+        tables=(*tables, models_table(suite)),
     )
+
+
+def models_table(suite: Suite) -> Table:
+    """What is trained: fields of each entry's model; closed until it is asked for."""
+    rows = []
+    for entry in suite.entries:
+        model, training = (entry.config.get(part, {}) for part in ("model", "training"))
+        mixer = model.get("layer_pattern", [""])[-1]
+        own = {name: model[name] for name in MODEL_FIELDS.get(mixer, ()) if name in model}
+        told = own.pop("dictionary", {}) | own
+        fields = ", ".join(f"{name} {value}" for name, value in told.items())
+        steps = training.get("num_steps")
+        rows.append((Cell(entry.name), Cell(mixer), Cell(fields), Cell(str(steps or ""), steps)))
+    head = ("model", "mixer", "of its own", "steps")
+    return Table(head=head, rows=tuple(rows), caption="Models as trained", is_open=False)
 
 
 def with_data(charts: Iterable[Chart]) -> tuple[Chart, ...]:
@@ -178,7 +204,8 @@ def wide_table(
 
 def state_table(caption: str, places: Sequence[Placed], columns: Mapping[Any, str]) -> Table:
     """Bytes of state, also as a share of full attention's; closed until it is asked for."""
-    full = {x: score.state_bytes for score, x in places if is_full_attention(score)}
+    known = [(score, x) for score, x in places if score.state_bytes is not None]
+    full = {x: score.state_bytes for score, x in known if is_full_attention(score)}
     by_row: dict[tuple[str, str], dict[Any, Cell]] = {}
     for score, place in places:
         held, of = score.state_bytes, full.get(place)

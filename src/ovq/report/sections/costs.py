@@ -19,7 +19,10 @@ FIGURES = {
     "memory": "peak memory of a training step",
 }
 
-SPEED = "Training speed is that of the runs as they were trained, beside other work or not."
+SPEED = (
+    "Training speed is that of the runs as they were trained, beside other work or not; where a "
+    "run was interrupted, of its last stretch."
+)
 
 Comparison = Mapping[str, Any]
 Speeds = dict[str, dict[str, Values]]  # by model and suite

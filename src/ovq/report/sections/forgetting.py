@@ -30,7 +30,8 @@ def forgetting(suite: Suite) -> Section:
     task = trained_task(suite)
     notes = [
         f"A has {task['first_length']:,} tokens; n is the number of tokens of B after it, in "
-        f"lengths of A. Trained at n = {times(suite, task['context_length'])}."
+        f"lengths of A. Trained at n = {times(suite, task['context_length'])}. A state of constant "
+        f"size that is full of A has little left for B: a score on one is read beside the other."
         if task
         else ""
     ]

@@ -1,6 +1,6 @@
 """What stands before the questions: which runs there are, and which goals are reached."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ovq.report.goals import Verdict, verdicts
 from ovq.report.records import STATUSES, Suite
@@ -8,9 +8,16 @@ from ovq.report.scores import scores_of
 from ovq.report.sections.base import Section, trained_task
 from ovq.report.tables import Cell, Table
 
+NO_CELLS = (Cell(""), Cell(""))  # of what a record would tell
 
-def status(suites: Sequence[Suite]) -> Section:
-    """What is done and what is not, and how the runs were made."""
+
+def status(suites: Sequence[Suite], known: Iterable[str] = ()) -> Section:
+    """What is done and what is not, and how the runs were made.
+
+    Args:
+        suites: of the report.
+        known: names of all suites there are; those without a record are said to have none.
+    """
     notes = (
         "Each entry is trained at every learning rate on the first seed; the smallest loss on "
         "validation data decides, and that rate is used for all seeds. Statuses are those of the "
@@ -18,11 +25,11 @@ def status(suites: Sequence[Suite]) -> Section:
     )
     return Section(
         name="status", title="Status", question="What is done, and what is missing?", notes=notes,
-        tables=(_counts_table(suites), _origins_table(suites)),
+        tables=(_counts_table(suites, known), _origins_table(suites)),
     )  # fmt: skip
 
 
-def _counts_table(suites: Sequence[Suite]) -> Table:
+def _counts_table(suites: Sequence[Suite], known: Iterable[str]) -> Table:
     rows = []
     for suite in suites:
         rates = ", ".join(f"{rate:g}" for rate in suite.record["learning_rates"])
@@ -30,6 +37,9 @@ def _counts_table(suites: Sequence[Suite]) -> Table:
         told = (suite.record["scale"], ", ".join(map(str, suite.seeds)), rates)
         rows.append((Cell(suite.name), *counts, *map(Cell, told)))
     head = ("suite", *STATUSES, "scale", "seeds", "learning rates")
+    for name in known:
+        if name not in {suite.name for suite in suites}:
+            rows.append((Cell(name), *(Cell("") for _ in STATUSES), Cell("no record"), *NO_CELLS))
     return Table(head=head, rows=tuple(rows), caption="Runs by status")
 
 
@@ -49,10 +59,12 @@ def goals(suites: Sequence[Suite]) -> Section:
     scores = [score for suite in suites for score in scores_of(suite)]
     found = verdicts(scores, {suite.name: trained_task(suite) for suite in suites})
     notes = (
-        "Means over the seeds that are there. Goals count where full attention, the better with or "
-        "without positions, reaches 0.95 itself; in regression, where its error is at most twice "
-        "that of least squares per function and half that of pooled least squares. Ours is the "
-        "best that keeps to the bytes.",
+        "Means over the seeds that both have. Goals count where full attention reaches 0.95 "
+        "itself (without positions, or with them where that was trained too and is better); in "
+        "regression, where its error is at most twice that of least squares per function and half "
+        "that of pooled least squares. Ours is the best that keeps to the bytes. What is kept of "
+        "A is told of the score above guessing, against the dense state that has the best score "
+        "in the end. All seeds answer the same questions: ± is the spread of trainings.",
     )
     tables = (
         _goals_table([v for v in found if v.is_goal], "Goals and verdicts"),
@@ -65,6 +77,6 @@ def goals(suites: Sequence[Suite]) -> Section:
 
 
 def _goals_table(found: Sequence[Verdict], caption: str) -> Table:
-    rows = tuple(tuple(map(Cell, (v.goal, v.verdict, v.at, v.measured, v.baseline))) for v in found)
+    rows = tuple(tuple(map(Cell, (v.goal, v.text, v.at, v.measured, v.baseline))) for v in found)
     head = ("what is asked", "verdict", "at", "measured", "against")
     return Table(head=head, rows=rows, caption=caption, is_open=any(v.is_goal for v in found))

@@ -51,10 +51,20 @@ def _notes(suite: Suite) -> list[str]:
     if not task:
         return []
     return [
-        f"Trained at {task['context_length']:,} tokens with a pair every "
+        f"Trained at {_trained_lengths(suite, task['context_length'])} with a pair every "
         f"{task['tokens_per_pair']}; slots are those at test time, without retraining: a share of "
-        f"full attention's bytes, or of the context T."
+        f"full attention's bytes after context and questions, or of the context T; after a colon, "
+        f"the chunks, if not those of training."
     ]
+
+
+def _trained_lengths(suite: Suite, length: int) -> str:
+    """The context, after a shorter one if training begins with it."""
+    training = next((entry.config["training"] for entry in suite.entries if entry.config), {})
+    short, share = training.get("short_length"), training.get("short_fraction", 0.0)
+    if short is None or not share:
+        return f"{length:,} tokens"
+    return f"{short:,} tokens for {share:.0%} of the steps and then at {length:,}"
 
 
 def _state(score: Score, place: int) -> Values:
