@@ -14,7 +14,7 @@ from ovq.report.sections import Section
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SCRIPT = Path(__file__).with_name("page.js")
-LONG = 40  # characters of a cell from which on its text is broken into lines
+LONG = 24  # characters of a cell from which on its text is broken into lines
 
 
 @lru_cache(maxsize=1)
