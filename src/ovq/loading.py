@@ -2,10 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,7 +21,7 @@ except ImportError as error:
 from ovq.models import OVQForCausalLM, OVQForRegression
 from ovq.models.configuration_ovq import OWN_FIELDS, dictionary_config
 from ovq.run_config import RunConfig, model_class, model_config
-from ovq.runs import MODEL_FOLDER, check_data, check_weights, read_run
+from ovq.runs import MODEL_FOLDER, check_data, check_weights, damage_refused, read_run
 from ovq.tasks import Task, token_task
 
 
@@ -38,18 +36,6 @@ class Codec(Protocol):
     def decode(self, ids: Int64[Tensor, " T"] | Sequence[int]) -> str:
         """The text of token ids."""
         ...
-
-
-@contextmanager
-def damage_refused(rule: str) -> Iterator[None]:
-    """Whatever a library raises while it reads damaged files, as a ``ValueError`` of one line."""
-    try:
-        yield
-    except ImportError:  # a package that is not installed is no damage
-        raise
-    except Exception as error:  # noqa: BLE001  depends on where the file is cut
-        reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
-        raise ValueError(f"{rule}: {reason}") from None
 
 
 def save_model(model: Any, tokenizer: Any | None, folder: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -20,6 +20,9 @@ RUN_FORMAT = "ovq-run"
 RUN_VERSION = 1
 RUN_FILE = "run.json"
 MODEL_FOLDER = "model"
+LOCK_FILE = ".lock"  # held while a run is written to; a killed process lets go of it
+LARGEST = 1e300  # of numbers in files
+MISSING = "nothing"
 
 
 @contextmanager
@@ -85,8 +88,6 @@ def weights_digests(folder: Path) -> dict[str, str]:
 def check_weights(folder: Path, run: dict[str, Any]) -> None:
     """Raise a ``ValueError`` unless the folder holds the weights that its run file tells of."""
     told, found = run.get("weights"), weights_digests(folder)
-    if told is not None and not isinstance(told, dict):
-        raise ValueError(f"RUN must hold a whole {RUN_FILE}, got {folder} with damaged weights")
     if told is not None and told != found:
         raise ValueError(
             f"RUN must hold the weights that it trained, got {folder / MODEL_FOLDER} with "
@@ -119,6 +120,18 @@ def check_data(run: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
     raise ValueError(f"source must hold what the run began with, got {shown}")
 
 
+@contextmanager
+def damage_refused(rule: str) -> Iterator[None]:
+    """Whatever a library raises while it reads damaged files, as a ``ValueError`` of one line."""
+    try:
+        yield
+    except ImportError:  # a package that is not installed is no damage
+        raise
+    except Exception as error:  # noqa: BLE001  depends on where the file is cut
+        reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+        raise ValueError(f"{rule}: {reason}") from None
+
+
 def distinct_folders(folders: Iterable[Path]) -> list[Path]:
     """The folders in order, each once, however its path is written."""
     distinct: dict[Path, Path] = {}
@@ -145,6 +158,10 @@ def check_output_file(path: Path) -> None:
     check_output_folder(path.parent)
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def read_json(
     path: Path,
     argument: str,
@@ -165,8 +182,8 @@ def read_json(
         ValueError: a file that is not there, damaged, another's or of a newer version.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{argument} must be a whole {path.name}, got {path}: {error}") from None
     if not isinstance(record, dict) or record.get("format") != form:
         raise ValueError(f"{argument} must be a file of format {form!r}, got {path}")
@@ -195,4 +212,82 @@ def read_run(folder: Path) -> dict[str, Any]:
         is_model = (Path(folder) / "config.json").is_file()
         hint = "; `ovq convert` makes a run of a pretrained model" if is_model else ""
         raise ValueError(f"RUN must be a run folder with a {RUN_FILE}, got {folder}{hint}")
-    return read_json(path, "RUN", RUN_FORMAT, RUN_VERSION, {"config": dict, "status": str})
+    run = read_json(path, "RUN", RUN_FORMAT, RUN_VERSION, {"config": dict, "status": str})
+    for name, value, rule in _damages(run):
+        if not rule(value):
+            shown = shorten(repr(value), 60)
+            raise ValueError(
+                f"RUN must be a whole {RUN_FILE}, got {path} with damaged {name} {shown}"
+            )
+    return run
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and -LARGEST < value < LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return is_number(value) and isinstance(value, int) and value >= 0
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_fields(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_groups(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(group, dict)
+        and all(_is_figure(group[name]) for name in ("asked", "accuracy", "loss") if name in group)
+        for group in value.values()
+    )
+
+
+# What the parts of a run file are, where they are there, and what results always have.
+_RULES: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "": {
+        "training": _is_fields,
+        "validation": lambda value: _is_fields(value) and "loss" in value,
+        "evaluation": _is_fields,
+        "weights": lambda value: (
+            value is None
+            or (_is_fields(value) and all(isinstance(sha, str) for sha in value.values()))
+        ),
+        "data": lambda value: value is None or _is_fields(value),
+    },
+    "config": dict.fromkeys(("task", "model", "training"), _is_fields),
+    "training": {"steps": _is_count, "tokens_per_second": is_number},
+    "validation": {"loss": _is_figure},
+    "evaluation": {"results": lambda value: isinstance(value, list)},
+}
+_OF_A_RESULT: dict[str, Callable[[Any], bool]] = {
+    "length": _is_count,
+    "num_sequences": _is_count,
+    "num_centroids": lambda value: value is None or _is_count(value),
+    "setting": lambda value: value is None or isinstance(value, str),
+    "loss": _is_figure,
+    "accuracy": _is_figure,
+    "state_bytes": _is_count,
+    "changes": _is_fields,
+    "groups": _is_groups,
+}
+_OPTIONAL = ("changes", "groups")
+
+
+def _damages(run: dict[str, Any]) -> Iterator[tuple[str, Any, Callable[[Any], bool]]]:
+    """Every part of a run file that something is known of: its name, its value, what it must be."""
+    for part, rules in _RULES.items():
+        held = run.get(part, {}) if part else run
+        yield from (
+            (f"{part} {name}".strip(), held[name], rules[name]) for name in rules if name in held
+        )
+    for number, result in enumerate(run.get("evaluation", {}).get("results", [])):
+        yield f"result {number}", result, _is_fields
+        for name, rule in _OF_A_RESULT.items():
+            if name in result or name not in _OPTIONAL:
+                yield f"{name} of result {number}", result.get(name, MISSING), rule

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from ovq.conversion import Conversion, convert, convert_to_run, converted_config, parse_pattern
 from ovq.fidelity.pretrained import _check_gguf, load_pretrained
-from ovq.loading import damage_refused, first_tokens, load_text_model, save_model
+from ovq.loading import first_tokens, load_text_model, save_model
 from ovq.models import OVQForCausalLM
 from ovq.perplexity import keep, read_record, table
+from ovq.runs import damage_refused
 from ovq.tasks.tokenization import END_OF_TEXT
 from tests.conversion.conftest import make_source
 from tests.test_cli import bad_input, invoke

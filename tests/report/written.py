@@ -52,13 +52,15 @@ def write_suite(
         for rate, seed in [(rate, SEEDS[0]) for rate in RATES] + [(RATES[0], s) for s in SEEDS[1:]]:
             folder = f"{name}/{model}-lr{rate:g}-seed{seed}"
             is_chosen = rate == RATES[0]
-            run = {"folder": folder, "seed": seed, "measured": is_chosen, "status": "missing"}
+            run = {"folder": folder, "seed": seed, "learning_rate": rate, "measured": is_chosen,
+                   "status": "missing"}  # fmt: skip
             key = f"{model}-seed{seed}" if is_chosen else ""
             if failed and key in failed:
                 run |= {"status": "failed", "reason": failed[key]}
             elif key not in missing:
                 results = [_result(measure(model, seed, p), p) for p in own] if is_chosen else []
-                _write_run(root / folder, mixer, task, rate, seed, [r for r in results if r])
+                config = {"name": f"{name}-{model}", "task": dict(task)}
+                _write_run(root / folder, mixer, config, rate, seed, [r for r in results if r])
             runs.append(run)
         entries.append({"name": model, "suite": name, "points": own, "runs": runs,
                         "learning_rate": RATES[0]})  # fmt: skip
@@ -85,11 +87,10 @@ def _result(measured: Mapping[str, Any] | None, planned: Mapping[str, Any]) -> d
     return {"loss": 0.5, "state_bytes": 1000, "num_centroids": slots, **planned, **measured}
 
 
-def _write_run(folder, mixer, task, rate, seed, results):
+def _write_run(folder, mixer, config, rate, seed, results):
     model = {"layer_pattern": ["sliding_window", mixer], "num_codes": 64}
     write_run(folder, {
-        "config": {"name": folder.name, "task": dict(task), "model": model,
-                   "training": {"learning_rate": rate}},
+        "config": config | {"model": model, "training": {"learning_rate": rate, "seed": seed}},
         "status": "done", "seed": seed, "validation": {"loss": 0.1},
         "training": {"tokens_per_second": 1000.0 + seed}, "evaluation": {"results": results},
     })  # fmt: skip

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ovq.fidelity.distributions import Sample
 from ovq.fidelity.record import Data
-from ovq.loading import TokenizerCodec, damage_refused, first_tokens
-from ovq.runs import digest
+from ovq.loading import TokenizerCodec, first_tokens
+from ovq.runs import damage_refused, digest
 
 _NAME = "ovq_capture"
 BEFORE, AFTER = "model, before RoPE", "model, after RoPE"

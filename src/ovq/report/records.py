@@ -1,11 +1,13 @@
 """What a report is made from: run folders, records of experiments, records of comparisons."""
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ovq.runs import RUN_FILE, distinct_folders, read_json, read_run
+from ovq.runs import RUN_FILE, distinct_folders, is_number, read_json, read_run
 
 EXPERIMENT_FILE = "experiment.json"
 COMPARISON_FILE = "compare.json"
@@ -144,9 +146,24 @@ def read_comparison(path: Path) -> Mapping[str, Any]:
     """
     record = read_json(path, "RUN", COMPARISON, parts=COMPARISON_PARTS)
     for row in record["figures"]:
-        if not isinstance(row, dict) or {"mixer", "length", "figure", "samples"} - row.keys():
-            raise ValueError(f"RUN must hold a whole {path.name}, got {path} with the figure {row}")
+        if not _is_figure(row) or row["mixer"] not in record["models"]:
+            raise ValueError(
+                f"RUN must hold a whole {path.name}, got {path} with the figure {row!r:.100}"
+            )
     return record
+
+
+def _is_figure(row: Any) -> bool:
+    """Whether it is one row of a comparison."""
+    if not isinstance(row, dict) or {"mixer", "length", "figure", "samples"} - row.keys():
+        return False
+    samples = row["samples"]
+    return (
+        all(isinstance(row[name], str) for name in ("mixer", "figure"))
+        and is_number(row["length"])
+        and isinstance(samples, list)
+        and all(is_number(sample) and sample > 0 for sample in samples)
+    )
 
 
 def read_suite(path: Path) -> Suite:
@@ -165,12 +182,13 @@ def read_suite(path: Path) -> Suite:
                 name=entry["name"],
                 learning_rate=entry["learning_rate"],
                 points=tuple(entry["points"]),
-                runs=tuple(_read_run(path, run, entry["points"]) for run in entry["runs"]),
+                runs=tuple(_read_run(path, entry, run) for run in entry["runs"]),
             )
             for entry in record["entries"]
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"RUN must hold a whole {path.name}, got {path}: {error!r}") from None
+    _check_names(path, [record["name"], *(entry.name for entry in entries)])
     for entry in entries:
         _check_alike(entry)
     return Suite(name=record["name"], path=path, record=record, entries=entries)
@@ -201,12 +219,23 @@ def _what_is_shared(run: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"evaluation.seed": evaluation["seed"]} if "seed" in evaluation else {})
 
 
-def _read_run(path: Path, told: Mapping[str, Any], points: list[Mapping[str, Any]]) -> TrainedRun:
+def _check_names(path: Path, names: list[Any]) -> None:
+    """Raise unless they are words, which pictures can be named after, and each entry's once."""
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name):
+            raise ValueError(
+                f"RUN must hold a whole {path.name}, got {path} with the name {name!r:.100}"
+            )
+    twice = sorted(name for name, number in Counter(names[1:]).items() if number > 1)
+    if twice:
+        raise ValueError(f"RUN must tell each entry once, got {path} with {twice[0]} again")
+
+
+def _read_run(path: Path, entry: Mapping[str, Any], told: Mapping[str, Any]) -> TrainedRun:
     """A run as its file is now: the record may be older."""
     folder, is_measured = told["folder"], told.get("measured", True)
-    place = None if folder is None else path.parent.parent / folder
-    run = None if place is None or not (place / RUN_FILE).is_file() else read_run(place)
-    status, reason = _status(run, points if is_measured else []), told.get("reason")
+    run = None if folder is None else _run_at(path, entry, told)
+    status, reason = _status(run, entry["points"] if is_measured else []), told.get("reason")
     if status == "done" or reason is None:
         reason = None
     else:
@@ -215,6 +244,34 @@ def _read_run(path: Path, told: Mapping[str, Any], points: list[Mapping[str, Any
         folder=folder, seed=told["seed"], is_measured=is_measured, status=status, reason=reason,
         run=run,
     )  # fmt: skip
+
+
+def _run_at(
+    path: Path, entry: Mapping[str, Any], told: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The run file that a record tells of, if it is there; it must be of that model and seed."""
+    inside = Path(told["folder"])
+    if inside.is_absolute() or ".." in inside.parts:
+        raise ValueError(f"RUN must name runs beside {path}, got {inside}")
+    place = path.resolve().parent.parent / inside
+    if not (place / RUN_FILE).is_file():
+        return None
+    run = read_run(place)
+    training = run["config"].get("training", {})
+    planned = {
+        "name": f"{entry['suite']}-{entry['name']}", "seed": told["seed"],
+        "learning_rate": told["learning_rate"],
+    }  # fmt: skip
+    found = {"name": run["config"].get("name")} | {
+        name: training.get(name) for name in ("seed", "learning_rate")
+    }
+    for name, value in planned.items():
+        if found[name] != value:
+            raise ValueError(
+                f"RUN must hold the runs that {path} plans, got {place} with {name} = "
+                f"{found[name]!r}, not {value!r}"
+            )
+    return run
 
 
 def _status(run: Mapping[str, Any] | None, points: list[Mapping[str, Any]]) -> str:

@@ -11,7 +11,13 @@ from ovq.report.page import render
 from ovq.report.records import Sources, read_sources
 from ovq.report.run_table import markdown, read_results
 from ovq.report.sections import SECTIONS, Section, costs, goals, other, runs, status
-from ovq.runs import check_output_folder, command_line, distinct_folders, write_text
+from ovq.runs import (
+    check_output_folder,
+    command_line,
+    damage_refused,
+    distinct_folders,
+    write_text,
+)
 
 PAGE, RUN_TABLE, TABLES = "index.html", "table.md", "tables.md"
 
@@ -57,6 +63,8 @@ def report(folders: list[Path], output: Path, progress: Progress | None = None) 
     of_runs = [runs(rows, sources.runs)] if rows else []
     of_suites = _sections(sources)
     sections = [*of_suites, *of_runs]
+    charts = [chart for section in sections for chart in section.charts]
+    _check_names(charts)
     files = [output / PAGE]
     write_text(files[0], render(sections, version=__version__, command=command_line()))
     if of_suites:
@@ -66,9 +74,16 @@ def report(folders: list[Path], output: Path, progress: Progress | None = None) 
         named = ", ".join(str(folder) for folder in distinct_folders(sources.runs))
         files.append(output / RUN_TABLE)
         write_text(files[-1], markdown(rows) + f"\nFrom the run files of {named}.\n")
-    files += _save_charts([c for s in sections for c in s.charts], output, progress)
+    files += _save_charts(charts, output, progress)
     counts = {suite.name: suite.counts for suite in sources.suites}
     return Report(rows=rows, counts=counts, files=tuple(files))
+
+
+def _check_names(charts: Sequence[Chart]) -> None:
+    names = [chart.name for chart in charts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"RUN must name each thing to draw once, got {name} twice")
 
 
 def _save_charts(charts: Sequence[Chart], output: Path, progress: Progress | None) -> list[Path]:
@@ -86,10 +101,14 @@ def _sections(sources: Sources) -> list[Section]:
     named = {suite.name: suite for suite in sources.suites}
     ordered = [named[n] for n in SECTIONS if n in named]
     ordered += [suite for suite in sources.suites if suite.name not in SECTIONS]
-    found = [SECTIONS.get(suite.name, other)(suite) for suite in ordered]
-    paid = costs(ordered, sources.comparisons)
-    if ordered:
-        found = [status(ordered, SECTIONS), goals(ordered), *found]
+    found = []
+    for suite in ordered:
+        with damage_refused(f"RUN must hold a whole record and whole runs, got {suite.path}"):
+            found.append(SECTIONS.get(suite.name, other)(suite))
+    with damage_refused("RUN must hold whole records and whole runs"):
+        paid = costs(ordered, sources.comparisons)
+        if ordered:
+            found = [status(ordered, SECTIONS), goals(ordered), *found]
     return [*found, *([paid] if paid else [])]
 
 

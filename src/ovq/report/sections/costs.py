@@ -1,5 +1,6 @@
 """Costs: how fast models were trained, and what they take against the length of the context."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,8 @@ def costs(suites: Iterable[Suite], comparisons: Mapping[Path, Comparison]) -> Se
     """
     speeds = _speeds(suites)
     charts = [_speeds_chart(speeds)]
-    charts += [chart for path, found in comparisons.items() for chart in _charts(path, found)]
+    names = _names(comparisons)
+    charts += [c for path, found in comparisons.items() for c in _charts(names[path], found)]
     tables = [_speeds_table(speeds)] if speeds else []
     tables += [_ratio_table(path, found) for path, found in comparisons.items()]
     notes = [f"{SPEED} {SPREAD}"] if speeds else []
@@ -56,11 +58,17 @@ def costs(suites: Iterable[Suite], comparisons: Mapping[Path, Comparison]) -> Se
 def training_speed(suite: Suite, entry: SuiteEntry) -> Values:
     """Tokens a second of the entry's trained runs at the chosen rate, by seed."""
     found = {
-        run.seed: float(run.run["training"]["tokens_per_second"])
+        run.seed: _speed_of(run.run)
         for run in entry.runs
-        if run.is_measured and run.run and run.run["status"] == "done"
+        if run.is_measured and run.run and _speed_of(run.run)
     }
     return Values(by_seed=found, num_planned=len(suite.seeds))
+
+
+def _speed_of(run: Mapping[str, Any]) -> float:
+    """Tokens a second; 0 before it is done, and where the last call had no step left to do."""
+    is_done = run["status"] == "done"
+    return float(run.get("training", {}).get("tokens_per_second", 0.0)) if is_done else 0.0
 
 
 def _speeds(suites: Iterable[Suite]) -> Speeds:
@@ -130,19 +138,31 @@ def _about(path: Path, comparison: Comparison) -> str:
     )
 
 
-def _charts(path: Path, comparison: Comparison) -> Iterator[Chart]:
+def _names(paths: Iterable[Path]) -> dict[Path, str]:
+    """A name for each comparison: that of its folder, numbered where several have it."""
+    found: dict[Path, str] = {}
+    for path in paths:
+        name = re.sub(r"[^\w.-]", "-", path.resolve().parent.name) or "compare"
+        taken, number = set(found.values()), 1
+        while (name if number == 1 else f"{name}-{number}") in taken:
+            number += 1
+        found[path] = name if number == 1 else f"{name}-{number}"
+    return found
+
+
+def _charts(name: str, comparison: Comparison) -> Iterator[Chart]:
     found = ratios(comparison)
     styles = styles_of_mixers({name: name for name in comparison["models"]})
     for figure, what in FIGURES.items():
         records = [
             {"mixer": mixer, "slots": "", "x": length, "at": length, "mean": ratio, "low": ratio,
              "high": ratio, "ratio": f"{ratio:.3f}"}
-            for (name, mixer, length), ratio in found.items()
-            if name == figure
+            for (measured, mixer, length), ratio in found.items()
+            if measured == figure
         ]  # fmt: skip
         if records:
             yield line_chart(
-                f"costs-{path.resolve().parent.name}-{figure.replace('+', '-')}",
+                f"costs-{name}-{figure.replace('+', '-')}",
                 f"{what.capitalize()}, over {comparison['reference']}'s",
                 records, x=lengths_axis([record["x"] for record in records]),
                 y=log_axis("ratio", [record["mean"] for record in records]),
@@ -152,9 +172,13 @@ def _charts(path: Path, comparison: Comparison) -> Iterator[Chart]:
 
 def _ratio_table(path: Path, comparison: Comparison) -> Table:
     found = ratios(comparison)
-    columns = in_order((figure, length) for figure, _, length in found)
+    told = {(row["figure"], row["mixer"], row["length"]): row for row in comparison["figures"]}
+    columns = in_order((figure, length) for figure, _, length in told)
     rows = [
-        (Cell(mixer), *(_ratio(found.get((figure, mixer, length))) for figure, length in columns))
+        (
+            Cell(mixer),
+            *(_ratio(found.get((f, mixer, t)), told.get((f, mixer, t))) for f, t in columns),
+        )
         for mixer in comparison["models"]
     ]
     head = ("mixer", *(f"{figure}, {length:,}" for figure, length in columns))
@@ -162,5 +186,11 @@ def _ratio_table(path: Path, comparison: Comparison) -> Table:
     return Table(head=head, rows=tuple(rows), caption=caption)
 
 
-def _ratio(value: float | None) -> Cell:
-    return Cell("not measured") if value is None else Cell(f"{value:.2f}", value)
+def _ratio(value: float | None, row: Mapping[str, Any] | None) -> Cell:
+    """A ratio, or why there is none."""
+    if value is not None:
+        return Cell(f"{value:.2f}", value)
+    if row and row["samples"]:
+        return Cell(f"{median(row['samples']):.4g}, without the reference")
+    why = row.get("skipped") if row else None
+    return Cell(f"not measured: {why}" if why else "not measured")
