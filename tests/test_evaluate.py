@@ -3,9 +3,11 @@
 import json
 import shutil
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 import ovq.evaluate
@@ -15,7 +17,8 @@ from ovq.loading import load_run
 from ovq.measuring import measure
 from ovq.models import OVQForRegression, OVQRegressionConfig
 from ovq.points import Point, state_bytes
-from ovq.runs import read_run, write_run
+from ovq.report.run_table import read_results
+from ovq.runs import LOCK_FILE, read_run, write_run
 from ovq.tasks import ForgettingTask, InContextRegressionTask, Split, TaskDataset
 from ovq.train import train
 
@@ -100,7 +103,29 @@ def test_duplicates_are_measured_once(folder, measured):
     assert named == [(32, "T/4"), (32, "8"), (64, "T/4"), (64, "8")]
 
 
-@pytest.mark.parametrize("change", ["num_sequences", "seed", "versions", "device", "again"])
+def test_two_processes_do_not_write_one_run(folder, measured):
+    """The second waits, and finds what the first has measured."""
+    asked = {"lengths": (32,), "num_centroids": ("8",), "num_sequences": 2}
+    with FileLock(folder / LOCK_FILE):
+        second = Thread(target=evaluate, args=(folder,), kwargs=asked)
+        second.start()
+        second.join(timeout=1.0)
+        assert second.is_alive()
+        assert measured == settings_of(folder) == []
+    second.join(timeout=60.0)
+    assert settings_of(folder) == [(32, "8")]
+
+
+def test_results_of_other_numbers_of_sequences_stay(folder, measured):
+    once = {"lengths": (32,), "num_centroids": ("8",)}
+    for number in (2, 3, 2, 3):
+        evaluate(folder, **once, num_sequences=number)
+    assert len(measured) == 2
+    assert settings_of(folder) == [(32, "8"), (32, "8")]
+    assert [row["num_sequences"] for row in read_results([folder])] == [3]
+
+
+@pytest.mark.parametrize("change", ["seed", "versions", "device", "again"])
 def test_what_was_measured_otherwise_is_measured_again(folder, measured, change):
     once = {"lengths": (32,), "num_centroids": ("8",), "num_sequences": 2}
     evaluate(folder, **once)
@@ -108,9 +133,7 @@ def test_what_was_measured_otherwise_is_measured_again(folder, measured, change)
     assert len(measured) == 1
     run = read_run(folder)
     result = run["evaluation"]["results"][0]
-    if change == "num_sequences":
-        once["num_sequences"] = 3
-    elif change == "again":
+    if change == "again":
         once["again"] = True
     else:
         result["conditions"][change] = "another"

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from ovq.points import num_centroids_at
 from ovq.run_config import RunConfig
 from ovq.runs import read_run, write_text
 from ovq.tasks import InContextRegressionTask, LanguageModelingTask, Split, TaskDataset
-from ovq.train import collate, latest_checkpoint, make_model, num_tokens, train
+from ovq.train import _Watch, collate, latest_checkpoint, make_model, num_tokens, train
 
 from .tiny import STEPS, tiny_run, tiny_text_run
 
@@ -303,7 +305,11 @@ def test_a_model_of_another_configuration_is_an_error(done, tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
-    [("ssmax_length", 32, "ssmax_length = 32, not None"), ("dictionary", None, "dictionary = ")],
+    [
+        ("ssmax_length", 32, "ssmax_length = 32, not None"),
+        ("dictionary", None, "dictionary = "),
+        ("dtype", "bfloat16", "dtype = torch.bfloat16, not torch.float32"),
+    ],
 )
 def test_an_edited_field_that_the_run_leaves_to_its_default_is_an_error(
     done, tmp_path, field, value, rule
@@ -331,6 +337,25 @@ def test_a_model_that_lacks_a_tensor_is_an_error(done, tmp_path):
     save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing keys \['model.norm.weight'\]"):
         load_run(tmp_path)
+
+
+def test_checkpoints_without_their_run_file_are_refused(tmp_path):
+    """They may be of any configuration."""
+    (tmp_path / "checkpoints/step-3").mkdir(parents=True)
+    with pytest.raises(ValueError, match="new or empty folder or a run"):
+        train(tiny_run(), tmp_path)
+
+
+def test_the_log_of_the_end_is_no_step():
+    """A run that was stopped after its last step is gone on with for none."""
+    watch = _Watch(tiny_run(), None)
+    watch.begun, watch.tokens_per_second = time.perf_counter(), 7.0
+    state = SimpleNamespace(global_step=4, max_steps=4, log_history=[{"train_runtime": 1.0}])
+    watch.on_log(None, state, None)
+    assert watch.tokens_per_second == 7.0
+    state.log_history.append({"loss": 1.0})
+    watch.on_log(None, state, None)
+    assert watch.tokens_per_second > 7.0
 
 
 def test_two_runs_do_not_train_in_one_folder(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -18,7 +19,7 @@ from ovq.models.cache import CACHE_FIELD
 from ovq.points import Point, dictionary_of
 from ovq.reading import PIECE
 from ovq.run_config import RunConfig, environment, model_config
-from ovq.runs import read_run, write_run
+from ovq.runs import LOCK_FILE, read_run, write_run
 from ovq.tasks import Split, Task, TaskDataset, check_seed, token_task
 
 # Called after every setting with those done, those in all, and the last result.
@@ -107,9 +108,27 @@ def _evaluate(
     progress: Progress | None = None,
     known: Known | None = None,
 ) -> list[dict[str, Any]]:
+    places = _places(config.task, model.config, points)
+    with _alone_in(folder):
+        return _measure_places(folder, config, model, places, again, progress, known)
+
+
+def _alone_in(folder: Path) -> FileLock:
+    """A context in which no other process writes to the run; it waits until that is so."""
     if not os.access(folder, os.W_OK):
         raise ValueError(f"RUN must be a folder that can be written to, got {folder}")
-    places = _places(config.task, model.config, points)
+    return FileLock(folder / LOCK_FILE)
+
+
+def _measure_places(
+    folder: Path,
+    config: RunConfig,
+    model: Model,
+    places: Sequence["Place"],
+    again: bool,
+    progress: Progress | None,
+    known: Known | None,
+) -> list[dict[str, Any]]:
     found = {} if again else _measured(folder)
     num_known = sum(key in found for key, _, _ in places)
     if known is not None and num_known:
@@ -155,15 +174,18 @@ def _about(point: Point, config: OVQConfig) -> dict[str, Any]:
     return about | ({"changes": dict(point.changes)} if point.changes else {})
 
 
-def _asked(about: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
-    return about["length"], about["setting"], about.get("changes", {})
+def _asked(
+    about: Mapping[str, Any], num_sequences: int
+) -> tuple[int, str | None, dict[str, Any], int]:
+    return about["length"], about["setting"], about.get("changes", {}), num_sequences
 
 
-def _places(
-    trained: Task, config: OVQConfig, points: Sequence[Point]
-) -> list[tuple[_Key, dict[str, Any], Task]]:
+Place = tuple[_Key, dict[str, Any], Task]
+
+
+def _places(trained: Task, config: OVQConfig, points: Sequence[Point]) -> list[Place]:
     """Each distinct point: what makes it known, what it is in words of the run file, its task."""
-    places: list[tuple[_Key, dict[str, Any], Task]] = []
+    places: list[Place] = []
     for point in points:
         if not 1 <= point.num_sequences <= VALIDATION_START:
             raise ValueError(f"num_sequences must be at least 1, got {point.num_sequences}")
@@ -192,15 +214,16 @@ def validate(folder: Path, *, num_sequences: int = 256) -> dict[str, Any]:
     Raises:
         ValueError: as :func:`load_run`.
     """
-    run = read_run(folder)
-    found = run.get("validation", {})
-    if (found.get("conditions"), found.get("num_sequences")) == (_conditions(), num_sequences):
-        return found
-    config, model = load_run(folder)
-    model, task = model.to(environment()["device"]), config.task.without_curriculum()
-    found = measure(model, task, num_sequences, first=VALIDATION_START)
-    write_run(folder, run | {"validation": found | {"conditions": _conditions()}})
-    return read_run(folder)["validation"]
+    with _alone_in(folder):
+        run = read_run(folder)
+        found = run.get("validation", {})
+        if (found.get("conditions"), found.get("num_sequences")) == (_conditions(), num_sequences):
+            return found
+        config, model = load_run(folder)
+        model, task = model.to(environment()["device"]), config.task.without_curriculum()
+        found = measure(model, task, num_sequences, first=VALIDATION_START)
+        write_run(folder, run | {"validation": found | {"conditions": _conditions()}})
+        return read_run(folder)["validation"]
 
 
 def unmeasured(run: Mapping[str, Any], points: Sequence[Point]) -> list[Point]:
@@ -208,11 +231,11 @@ def unmeasured(run: Mapping[str, Any], points: Sequence[Point]) -> list[Point]:
     config = RunConfig.from_dict(run["config"])
     shape = model_config(config.task, config.model)
     found = [
-        (*_asked(result), result["num_sequences"])
+        _asked(result, result["num_sequences"])
         for result in run.get("evaluation", {}).get("results", [])
         if result.get("conditions") == _conditions()
     ]
-    return [p for p in points if (*_asked(_about(p, shape)), p.num_sequences) not in found]
+    return [p for p in points if _asked(_about(p, shape), p.num_sequences) not in found]
 
 
 def _conditions() -> dict[str, Any]:
@@ -235,12 +258,12 @@ def _measured(folder: Path) -> dict[_Key, dict[str, Any]]:
 
 
 def _keep(folder: Path, result: dict[str, Any]) -> None:
-    """Add a result to the run file, in place of an older one of the same setting."""
+    """Add a result to the run file, in place of an older one that was asked the same."""
     run = read_run(folder)
     results = [
         other
         for other in run.get("evaluation", {}).get("results", [])
-        if _asked(other) != _asked(result)
+        if _asked(other, other["num_sequences"]) != _asked(result, result["num_sequences"])
     ]
     ordered = sorted([*results, result], key=lambda r: (r["length"], r["num_centroids"] or 0))
     run["evaluation"] = {"seed": EVALUATION_SEED, **environment(), "results": ordered}

@@ -127,7 +127,10 @@ def load_run(folder: Path) -> tuple[RunConfig, OVQForCausalLM | OVQForRegression
         raise ValueError(f"RUN must have been trained by `ovq train`, got the converted {folder}")
     config = RunConfig.from_dict(run["config"])
     whole = model_config(config.task, config.model)
-    names = config.model.keys() | (OWN_FIELDS - {"use_cache"})  # which says how to call it
+    names = (
+        config.model.keys() | {"dtype"} | (OWN_FIELDS - {"use_cache"})
+    )  # which says how to call it
+    whole.dtype = torch.float32  # as models are trained and written
     fields = {name: getattr(whole, name) for name in names}
     model = _load_model(folder, run, fields, model_class(config.task))
     _check_text(run, config.task)
@@ -146,10 +149,7 @@ def load_text_model(folder: Path) -> tuple[OVQForCausalLM, Codec]:
         if not isinstance(model, OVQForCausalLM):
             raise ValueError(f"RUN must be of a model of tokens, got {folder} of one of numbers")
         return model, token_task(config.task)
-    fields = run["config"].get("model", {})
-    if not isinstance(fields, dict):
-        raise ValueError(f"RUN must tell the fields of its model, got {fields!r} in {folder}")
-    model = _load_model(folder, run, fields)
+    model = _load_model(folder, run, run["config"].get("model", {}))
     return model, TokenizerCodec.load(folder / MODEL_FOLDER)
 
 
@@ -159,23 +159,26 @@ def _load_model(
     """The model, once it is sure that it is the run's."""
     if run["status"] != "done":
         raise ValueError(f"RUN must be done, got {folder} with status {run['status']!r}")
-    with damage_refused(f"RUN must hold a whole model, got {folder / MODEL_FOLDER}"):
+    place = folder / MODEL_FOLDER
+    with damage_refused(f"RUN must hold a whole model, got {place}"):
+        config = cls.config_class.from_pretrained(place, local_files_only=True)
+    for name, value in fields.items():
+        held = getattr(config, name, None)
+        if not _same(name, value, held):
+            raise ValueError(
+                f"RUN must hold the model of its own configuration, got {folder} with {name} = "
+                f"{held!r}, not {value!r}"
+            )
+    with damage_refused(f"RUN must hold a whole model, got {place}"):
         model, found = cls.from_pretrained(
-            folder / MODEL_FOLDER, local_files_only=True, output_loading_info=True,
+            place, config=config, local_files_only=True, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found.get(kind):
             raise ValueError(
-                f"RUN must hold a whole model, got {folder / MODEL_FOLDER} with "
+                f"RUN must hold a whole model, got {place} with "
                 f"{kind.replace('_', ' ')} {sorted(map(str, found[kind]))[:3]}"
-            )
-    for name, value in fields.items():
-        held = getattr(model.config, name, None)
-        if not _same(name, value, held):
-            raise ValueError(
-                f"RUN must hold the model of its own configuration, got {folder} with {name} = "
-                f"{held!r}, not {value!r}"
             )
     check_weights(folder, run)
     return model.eval()

@@ -20,7 +20,7 @@ RUN_FORMAT = "ovq-run"
 RUN_VERSION = 1
 RUN_FILE = "run.json"
 MODEL_FOLDER = "model"
-LOCK_FILE = ".lock"  # held while a run is written to; a killed process lets go of it
+LOCK_FILE = ".lock"  # held while a folder is written to; a killed process lets go of it
 LARGEST = 1e300  # of numbers in files
 MISSING = "nothing"
 

@@ -39,6 +39,7 @@ from ovq.loading import save_model
 from ovq.models import OVQForCausalLM, OVQForRegression
 from ovq.run_config import RunConfig, environment, model_class, model_config
 from ovq.runs import (
+    LOCK_FILE,
     MODEL_FOLDER,
     RUN_FILE,
     check_data,
@@ -63,11 +64,15 @@ from ovq.tasks.tokenization import END_OF_TEXT, with_end_of_text
 
 CHECKPOINT_FOLDER = "checkpoints"
 DIGESTS_FILE = "sha256.json"  # of every other file of a checkpoint
-LOCK_FILE = ".lock"  # held while a run trains; a killed process lets go of it
 CHECKPOINTING = "activation_checkpointing"  # its name in newer versions of transformers
 if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:
     CHECKPOINTING = "gradient_checkpointing"
 LONGEST_WAIT = timedelta(days=2)  # of one process for another
+
+
+class BusyError(ValueError):
+    """Another process is at work in the folder."""
+
 
 # Called after every step with steps done, steps in all, the loss, and tokens per second.
 Progress = Callable[[int, int, float, float], None]
@@ -167,6 +172,7 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
         The run file's content; its ``status`` is ``"done"`` or ``"interrupted"``.
 
     Raises:
+        BusyError: another process is training it.
         ValueError: the folder holds a run of another configuration, or files that are no run; the
             text has changed since the run began; a checkpoint is damaged; a number of sequences
             that the processes cannot share.
@@ -188,7 +194,7 @@ def train(config: RunConfig, folder: Path, progress: Progress | None = None) -> 
         with FileLock(folder / LOCK_FILE).acquire(timeout=0) if first else nullcontext():
             return _train(config, data, folder, progress, started)
     except Timeout:
-        raise ValueError(
+        raise BusyError(
             f"--output must be a folder that no run is training in, got {folder}"
         ) from None
 
@@ -213,7 +219,7 @@ def _train(
         "seconds": 0.0,
         **environment(),
     }
-    run["status"] = "running"
+    run["status"], before = "running", run.get("training", {})
     first = processes().is_main_process
     processes().wait_for_everyone()  # all have read what the first one now changes
     if first:
@@ -235,7 +241,7 @@ def _train(
     run["training"] = {
         "steps": trainer.state.global_step,
         "losses": losses,
-        "tokens_per_second": watch.tokens_per_second,
+        "tokens_per_second": watch.tokens_per_second or before.get("tokens_per_second", 0.0),
     }
     run["status"] = "interrupted" if watch.interrupted else "done"
     if first:
@@ -291,9 +297,8 @@ def check_checkpoint(folder: Path) -> None:
 def _check_folder(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """The run file of a run to resume; ``None`` for a new run."""
     check_output_folder(folder)
-    if not (folder / RUN_FILE).exists():
-        held = [LOCK_FILE, CHECKPOINT_FOLDER]  # what a run killed before its first write leaves
-        if folder.exists() and any(path.name not in held for path in folder.iterdir()):
+    if not (folder / RUN_FILE).exists():  # which is written before the first checkpoint
+        if folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise ValueError(f"--output must be a new or empty folder or a run, got {folder}")
         return None
     run = read_run(folder)
@@ -413,13 +418,15 @@ class _Watch(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        loss = state.log_history[-1].get("loss")
+        if loss is None:  # the log of the end, without a step
+            return
         seconds = time.perf_counter() - self.begun
         tokens = num_tokens(self.config, state.global_step) - num_tokens(
             self.config, self.first_step
         )
         self.tokens_per_second = round(tokens / seconds, 1)
-        loss = state.log_history[-1].get("loss")
-        if loss is not None and self.progress is not None:
+        if self.progress is not None:
             self.progress(state.global_step, state.max_steps, loss, self.tokens_per_second)
 
 

@@ -208,6 +208,13 @@ def test_a_full_disk_is_an_os_error(tmp_path):
         save_model(Full(), None, tmp_path / "model")
 
 
+def shorten_biases(run):
+    """Weights of a model with fewer heads."""
+    path = run / "model/model.safetensors"
+    cut = {n: t[..., :1].clone() if "bias" in n else t for n, t in load_file(path).items()}
+    save_file(cut, path, metadata={"format": "pt"})
+
+
 # --- runs ------------------------------------------------------------------------------------
 
 
@@ -217,14 +224,15 @@ def test_a_full_disk_is_an_os_error(tmp_path):
         (lambda r: (r / "model/tokenizer.json").write_text("{}"), "RUN must hold a tokenizer"),
         (lambda r: (r / "model/config.json").write_text("[]"), "RUN must hold a whole model"),
         (lambda r: change_json(r / "run.json", weights=[1]), "with damaged weights"),
-        (lambda r: change_json(r / "run.json", config={"model": []}), "tell the fields"),
+        (lambda r: change_json(r / "run.json", config={"model": []}), "damaged config model"),
         (lambda r: change_json(r / "model/config.json", rms_norm_eps=0.5), "with rms_norm_eps"),
         (
             lambda r: change_json(
                 r / "model/config.json", num_attention_heads=8, num_key_value_heads=4, head_dim=4
             ),
-            "with mismatched keys .*dictionary_bias",
+            "with num_attention_heads = 8, not 4",
         ),
+        (shorten_biases, "with mismatched keys .*dictionary_bias"),
     ],
 )
 def test_a_damaged_run_is_refused(run, damage, message):

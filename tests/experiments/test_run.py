@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import ovq.evaluate
 import ovq.experiments.run
@@ -18,7 +19,7 @@ from ovq.experiments import run_experiment
 from ovq.experiments.record import FILE, chosen_rate, known_failures, read_trial, summarize
 from ovq.loading import load_run
 from ovq.measuring import EVALUATION_SEED, VALIDATION_START
-from ovq.runs import read_run, write_run
+from ovq.runs import LOCK_FILE, read_run, write_run
 from ovq.tasks import Split, TaskDataset
 from ovq.train import train
 
@@ -171,6 +172,41 @@ def test_a_run_that_fails_is_noted_and_the_others_go_on(whole, tmp_path, monkeyp
     assert record["entries"][0]["learning_rate"] == 1e-2
 
 
+def test_failures_stay_noted_until_they_are_tried_again(tmp_path, monkeypatch):
+    def failing(config, folder, progress):
+        if "full" in folder.name:
+            raise RuntimeError("out of memory")
+        return train(config, folder, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ovq.experiments.run, "train", failing)
+        run_experiment(toy_experiment(), tmp_path)
+    failed = known_failures(toy_experiment(), tmp_path)
+    assert len(failed) == 2
+    run_experiment(toy_experiment(), tmp_path, only=("ovq",))
+    assert known_failures(toy_experiment(), tmp_path) == failed
+    assert run_experiment(toy_experiment(), tmp_path)["counts"] == {"done": 6}
+
+
+def test_a_run_that_another_process_trains_is_waited_for(whole, tmp_path, monkeypatch):
+    """As two suites that share runs do: it is no failure, and no rate is chosen without it."""
+    monkeypatch.setattr(ovq.experiments.run, "WAIT", 0.0)
+    folder = tmp_path / FOLDERS[0]
+    folder.mkdir(parents=True)
+    lock = FileLock(folder / LOCK_FILE).acquire()
+    waited = []
+
+    def look(done, total, what):
+        if "waits" in what:
+            waited.append(what)
+            lock.lock.release()
+
+    record = run_experiment(toy_experiment(), tmp_path, progress=look)
+    assert len(waited) == 1
+    assert record["counts"] == {"done": 6}
+    assert runs_of(tmp_path).keys() == runs_of(whole[0]).keys()
+
+
 def test_an_entry_whose_every_run_fails_leaves_the_others(tmp_path, monkeypatch):
     def failing(config, folder, progress):
         if folder.name.startswith("ovq"):
@@ -221,7 +257,8 @@ def test_the_learning_rate_follows_from_validation_data_alone(tmp_path):
     told = {1e-2: (0.5, 0.1, 0.99), 1e-4: (0.4, 0.2, 0.01)}  # validation, training, evaluation
     for trial in experiment.candidates(entry):
         validation, training, accuracy = told[trial.learning_rate]
-        result = {"length": 32, "setting": "T/4", "num_centroids": 8, "accuracy": accuracy}
+        result = {"length": 32, "setting": "T/4", "num_centroids": 8, "accuracy": accuracy,
+                  "state_bytes": 1}  # fmt: skip
         run = {
             "config": trial.config.to_dict(), "status": "done", "training": {"losses": [training]},
             "evaluation": {"results": [result | {"num_sequences": 2, "loss": training}]},

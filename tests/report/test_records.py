@@ -1,11 +1,13 @@
 """Means, spread and statuses follow from run files; nothing that is lacking is lost."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import ovq.comparison.measure
 import ovq.experiments.record
+from ovq.report import report
 from ovq.report.records import (
     COMPARISON,
     COMPARISON_PARTS,
@@ -18,11 +20,14 @@ from ovq.report.records import (
 from ovq.report.scores import Values, scores_of
 from ovq.report.sections.ablations import differences
 from ovq.report.sections.base import incomplete
+from ovq.report.sections.costs import costs
 from ovq.report.sections.pairs import recall
 from ovq.runs import read_run, write_run
 
 from ..experiments.toys import toy_experiment
-from .written import MODELS, OURS, recall_result, write_recall
+from .written import MODELS, OURS, recall_result, write_forgetting, write_recall
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_formats_are_those_that_commands_write():
@@ -193,3 +198,128 @@ def test_training_that_begins_in_shorter_contexts_is_told(tmp_path):
         write_run(folder, run)
     note = recall(read_suite(path)).notes[0]
     assert note.startswith("Trained at 32 tokens for 70% of the steps and then at 128 with a pair")
+
+
+def test_a_record_is_read_from_wherever_one_stands(tmp_path, monkeypatch):
+    path = write_recall(tmp_path)
+    (tmp_path / "link").symlink_to(path.parent)
+    monkeypatch.chdir(path.parent)
+    for folder in (Path("."), tmp_path / "link"):
+        (suite,) = read_sources([folder]).suites
+        assert suite.counts["done"] == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda r: r["config"]["training"].update(seed=0), "with seed = 0, not 1"),
+        (lambda r: r["config"]["training"].update(learning_rate=0.5), "with learning_rate = 0.5"),
+        (lambda r: r["config"].update(name="recall-other"), "with name = 'recall-other'"),
+        (lambda r: r.update(config={}), "with name = None"),
+    ],
+)
+def test_a_run_that_the_record_does_not_plan_is_refused(tmp_path, change, rule):
+    path = write_recall(tmp_path)
+    folder = tmp_path / "recall/ovq-lr0.01-seed1"
+    run = read_run(folder)
+    change(run)
+    write_run(folder, run)
+    with pytest.raises(ValueError, match=rule):
+        read_suite(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda r: r.update(name="../../outside"), "with the name '../../outside'"),
+        (lambda r: r["entries"][1].update(name="a\u2028b"), "with the name"),
+        (lambda r: r["entries"][1].update(name=r["entries"][0]["name"]), "each entry once"),
+        (lambda r: r["entries"][1]["runs"][0].update(folder="../../x"), "name runs beside"),
+        (lambda r: r["entries"][1]["runs"][0].update(folder="/x"), "name runs beside"),
+    ],
+)
+def test_a_record_that_names_what_is_outside_is_refused(tmp_path, change, rule):
+    path = write_recall(tmp_path)
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rule):
+        read_suite(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda r: r["evaluation"]["results"][0].pop("accuracy"), "accuracy of result 0 'nothing'"),
+        (lambda r: r["evaluation"]["results"][0].update(accuracy="0.5"), "accuracy of result 0"),
+        (lambda r: r["evaluation"]["results"][0].update(accuracy=True), "accuracy of result 0"),
+        (lambda r: r["evaluation"]["results"][0].update(accuracy=10**400), "accuracy of result 0"),
+        (lambda r: r["evaluation"]["results"][0].update(groups={"A": 1}), "groups of result 0"),
+        (lambda r: r["evaluation"].update(results=[5]), "result 0 5"),
+        (lambda r: r.update(evaluation=[]), "evaluation"),
+        (lambda r: r.update(training=None), "training"),
+        (lambda r: r.update(weights={"model.safetensors": 5}), "weights"),
+        (lambda r: r.update(data=[]), "data"),
+        (lambda r: r["config"].update(model=None), "config model"),
+        (lambda r: r["training"].update(tokens_per_second="fast"), "training tokens_per_second"),
+        (lambda r: r.update(validation={}), "validation"),
+    ],
+)
+def test_a_damaged_part_of_a_run_file_is_named(tmp_path, change, part):
+    write_recall(tmp_path)
+    folder = tmp_path / "recall/ovq-lr0.01-seed0"
+    run = read_run(folder)
+    change(run)
+    (folder / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match=f"whole run.json, got .* with damaged {part}"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_what_is_no_number_is_refused(tmp_path, number):
+    write_recall(tmp_path)
+    path = tmp_path / "recall/ovq-lr0.01-seed0/run.json"
+    path.write_text(path.read_text().replace("0.969", number))
+    with pytest.raises(ValueError, match=f"whole run.json, got .*{number} is no number"):
+        read_run(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("samples", ["x"]), ("samples", [0]), ("length", "2048"), ("mixer", []), ("mixer", "other")],
+)
+def test_a_damaged_figure_of_a_comparison_is_shown(tmp_path, name, value):
+    record = json.loads((RESULTS / "compare/compare.json").read_text())
+    record["figures"][3][name] = value
+    (tmp_path / "compare.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"whole compare.json, got .* with the figure"):
+        read_sources([tmp_path])
+
+
+def test_two_comparisons_are_both_drawn_and_what_the_reference_lacks_is_told(tmp_path):
+    record = json.loads((RESULTS / "compare/compare.json").read_text())
+    longest = max(row["length"] for row in record["figures"])
+    for row in record["figures"]:
+        if row["mixer"] == record["reference"] and row["length"] == longest:
+            row |= {"samples": [], "skipped": "too long"}
+    for name in ("a", "b"):
+        (tmp_path / name / "compare").mkdir(parents=True)
+        (tmp_path / name / "compare/compare.json").write_text(json.dumps(record))
+    found = costs([], read_sources([tmp_path / "a/compare", tmp_path / "b/compare"]).comparisons)
+    assert found is not None
+    names = [chart.name for chart in found.charts]
+    assert len(names) == len(set(names)) == 8
+    text = found.tables[0].markdown()
+    assert f", {longest:,} |" in text
+    assert "not measured: too long" in text
+    assert "without the reference" in text
+
+
+def test_whatever_else_is_damaged_is_one_line_that_names_the_record(tmp_path):
+    path = write_forgetting(tmp_path)
+    for folder in tmp_path.glob("forgetting/*-seed*"):
+        run = read_run(folder)
+        run["config"]["task"]["first_length"] = 0
+        write_run(folder, run)
+    with pytest.raises(ValueError, match=f"whole record and whole runs, got {path}"):
+        report([tmp_path], tmp_path / "out")

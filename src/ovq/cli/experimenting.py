@@ -17,6 +17,7 @@ from ovq.cli.shared import (
     progress_bar,
     set_up,
 )
+from ovq.runs import check_output_folder
 
 
 @app.command()
@@ -52,10 +53,11 @@ def experiment(
     experiments = make_experiments(suite, scale, quick=quick)
     folder = output or RUNS / ("experiments" if experiments[0].scale == "demo" else
                                f"experiments-{experiments[0].scale}")  # fmt: skip
-    if listed:
-        _list(experiments, folder)
-        return
     names = _known(only, experiments)
+    if listed:
+        check_output_folder(folder)
+        _list(experiments, folder, names)
+        return
     failed = 0
     for planned in experiments:
         if names and names.isdisjoint(entry.name for entry in planned.entries):
@@ -84,6 +86,8 @@ def _known(text: str, experiments: list) -> frozenset[str]:
     """The names in a comma-separated text, each of some entry."""
     names = frozenset(parts_of(text))
     known = {entry.name: None for planned in experiments for entry in planned.entries}
+    if text and not names:
+        raise ValueError(f"--only must name some of {', '.join(known)}, got {text!r}")
     for name in sorted(names - known.keys()):
         raise ValueError(f"--only must name some of {', '.join(known)}, got {name!r}")
     return names
@@ -96,7 +100,7 @@ def _print_counts(folder: Path, record: dict[str, Any]) -> None:
         console.print(f"{record['name']}: {counts}; written: {path}", markup=False, soft_wrap=True)
 
 
-def _list(experiments: list, folder: Path) -> None:
+def _list(experiments: list, folder: Path, names: frozenset[str]) -> None:
     from ovq.experiments import total_minutes
     from ovq.experiments.record import known_failures, summarize
 
@@ -104,6 +108,8 @@ def _list(experiments: list, folder: Path) -> None:
     for planned in experiments:
         record = summarize(planned, folder, known_failures(planned, folder))
         for entry, about in zip(planned.entries, record["entries"], strict=True):
+            if names and entry.name not in names:
+                continue
             statuses = [run["status"] for run in about["runs"]]
             known = planned.scale != "paper"  # measured on two cores alone
             rows.append(
@@ -120,7 +126,7 @@ def _list(experiments: list, folder: Path) -> None:
     columns = ("entry, minutes", "runs in", "runs", "training", "measuring", "in all", "done",
                "unfinished", "missing", "failed")  # fmt: skip
     print_table(columns, rows)
-    if experiments[0].scale != "paper":
+    if experiments[0].scale != "paper" and not names:
         minutes = total_minutes(experiments)
         console.print(
             f"about {minutes:.0f} minutes on two cores if nothing is there; what suites share is "

@@ -1,5 +1,6 @@
 """Run an experiment: every run an ordinary run folder, gone on with wherever it was stopped."""
 
+import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,11 +16,13 @@ from ovq.experiments.record import (
     read_trial,
     write_record,
 )
-from ovq.runs import check_output_folder, command_line
-from ovq.train import LOCK_FILE, processes, train
+from ovq.runs import LOCK_FILE, check_output_folder, command_line
+from ovq.train import BusyError, processes, train
 
 # What a run may fail of while the others go on; anything else is a fault of this program.
 FAILURES = (ValueError, RuntimeError, OSError, ArithmeticError, MemoryError)
+
+WAIT = 5.0  # seconds between looks at a run that another process is training
 
 # Minutes done, minutes in all, both as estimated, and what is being done.
 Progress = Callable[[float, float, str], None]
@@ -88,7 +91,8 @@ class _Runner:
         self.progress = progress or (lambda done, total, what: None)
         self.finished = finished or (lambda folder, line: None)
         self.command = command_line()
-        self.failures: dict[str, str] = {}
+        self.failures = known_failures(experiment, output)  # until they are tried again
+        self.tried: set[str] = set()
         self.is_first = processes().is_main_process
         self.done = 0.0
         self.total = sum(map(self._minutes_left, self.entries))
@@ -113,20 +117,33 @@ class _Runner:
 
     def _try(self, trial: Trial, act: Callable[[Trial], str | None]) -> None:
         """Do something with a trial, and note why it failed if it does."""
-        if str(trial.folder) in self.failures:
+        name = str(trial.folder)
+        if name in self.failures and name in self.tried:
             return
+        self.tried.add(name)
+        self.failures.pop(name, None)
         try:
-            line = act(trial)
+            line = self._when_free(trial, act)
         except FAILURES as error:
-            line = " ".join(f"{type(error).__name__}: {error}".split())
-            self.failures[str(trial.folder)] = line
-            line = f"failed: {line}"
+            self.failures[name] = " ".join(f"{type(error).__name__}: {error}".split())
+            line = f"failed: {self.failures[name]}"
         if line is not None and self.is_first:
             self._record()
             self.finished(self.output / trial.folder, line)
         processes().wait_for_everyone()
         if not self.is_first:  # which measures nothing, and so cannot know what failed there
             self.failures |= known_failures(self.experiment, self.output)
+
+    def _when_free(self, trial: Trial, act: Callable[[Trial], str | None]) -> str | None:
+        """Do it once no other process, of a suite that shares the run, is training it."""
+        while True:
+            try:
+                return act(trial)
+            except BusyError:
+                if processes().num_processes > 1:  # the others have begun, and wait for this one
+                    raise
+                self.progress(self.done, self.total, f"{trial.folder} waits: another trains it")
+                time.sleep(WAIT)
 
     def _record(self) -> dict[str, Any]:
         if not self.is_first:

@@ -13,10 +13,9 @@ from filelock import FileLock, Timeout
 
 import ovq
 from ovq.fidelity.methods import METHODS
-from ovq.runs import read_json, write_text
+from ovq.runs import LOCK_FILE, read_json, write_text
 
 FORMAT = "ovq-fidelity"
-LOCK_FILE = ".lock"  # held while a folder is written to; a killed process lets go of it
 PARTS = {
     "config": dict, "machine": dict, "methods": dict, "status": str, "errors": list, "times": list,
 }  # fmt: skip

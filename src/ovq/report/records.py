@@ -177,6 +177,7 @@ def read_suite(path: Path) -> Suite:
     """
     record = read_json(path, "RUN", EXPERIMENT, EXPERIMENT_VERSION, EXPERIMENT_PARTS)
     try:
+        _check_names(path, [record["name"], *(entry["name"] for entry in record["entries"])])
         entries = tuple(
             SuiteEntry(
                 name=entry["name"],
@@ -188,7 +189,6 @@ def read_suite(path: Path) -> Suite:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"RUN must hold a whole {path.name}, got {path}: {error!r}") from None
-    _check_names(path, [record["name"], *(entry.name for entry in entries)])
     for entry in entries:
         _check_alike(entry)
     return Suite(name=record["name"], path=path, record=record, entries=entries)

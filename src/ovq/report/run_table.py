@@ -12,6 +12,8 @@ COLUMNS = ("run", "context", "slots", "accuracy", "loss", "state")
 def read_results(folders: list[Path]) -> list[dict[str, Any]]:
     """One row for each run and evaluated setting, in the order of the folders, each read once.
 
+    Where a setting was evaluated on several numbers of sequences, the row is that of the most.
+
     Returns:
         Dictionaries with ``run`` (see :func:`run_labels`), ``seed``, ``label`` (that and the
         setting), and the fields of :func:`ovq.evaluate.evaluate`.
@@ -34,11 +36,21 @@ def read_results(folders: list[Path]) -> list[dict[str, Any]]:
                 f"RUN must be {rule}, got {folder} with status {run['status']!r}: {next_step}"
             )
         name = labels[folder]
-        for result in results:
+        for result in _of_most_sequences(results):
             setting = result["setting"]
             label = name if setting is None else f"{name}, {setting} slots"
             rows.append({"run": name, "seed": run.get("seed"), "label": label, **result})
     return rows
+
+
+def _of_most_sequences(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the results of one setting, that over the most sequences, in the place of the first."""
+    most: dict[str, dict[str, Any]] = {}
+    for result in results:
+        key = repr((result["length"], result["setting"], result.get("changes", {})))
+        if key not in most or result["num_sequences"] > most[key]["num_sequences"]:
+            most[key] = result
+    return list(most.values())
 
 
 def run_labels(runs: dict[Path, dict[str, Any]]) -> dict[Path, str]:
