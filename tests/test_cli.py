@@ -350,3 +350,23 @@ def test_the_time_left_is_whole_on_narrow_lines(monkeypatch, width):
     (line,) = page.getvalue().splitlines()
     assert len(line) <= width
     assert re.search(r" 8/40 .* \d:\d\d:\d\d left (\d|-):(\d\d|--):(\d\d|--)$", line.rstrip())
+
+
+def test_the_list_of_experiments_can_be_of_some_models(tmp_path):
+    found = invoke("experiment", "recall", "--list", "--only", "ovq,mamba2", "-o", tmp_path)
+    assert found.exit_code == 0
+    named = re.findall(r"^recall: (\w+) ", found.stdout, re.MULTILINE)
+    assert named == ["ovq", "mamba2"]
+    assert "minutes on two cores" not in found.stdout
+
+
+@pytest.mark.parametrize("only", [",,,", "ovq,none"])
+def test_no_model_or_an_unknown_one_is_not_all_of_them(tmp_path, only):
+    line = bad_input("experiment", "recall", "--list", "--only", only, "-o", tmp_path)
+    assert line.startswith("ovq: --only must name some of full_attention_nope, ovq,")
+
+
+def test_a_file_is_no_folder_of_experiments(tmp_path):
+    (tmp_path / "file").write_text("")
+    line = bad_input("experiment", "recall", "--list", "-o", tmp_path / "file")
+    assert line.startswith("ovq: --output must be a folder")

@@ -41,7 +41,9 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="CPU threads; all cores by default.")
+]
 
 
 def one_line_errors(command: Callable) -> Callable:
