@@ -55,7 +55,9 @@ def one_line_errors(command: Callable) -> Callable:
             command(*args, **kwargs)
         except typer.Exit:  # a RuntimeError too
             raise
-        except (ValueError, ImportError, OSError, RuntimeError) as error:
+        except (
+            ValueError, ImportError, OSError, RuntimeError, ArithmeticError, MemoryError,
+        ) as error:  # fmt: skip
             if _is_interrupt(error):
                 print("ovq: interrupted", file=sys.stderr)
                 raise typer.Exit(INTERRUPTED) from None
