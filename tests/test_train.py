@@ -6,11 +6,11 @@ import shutil
 import signal
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ovq.evaluate import evaluate, generate, held_out_tokens
 from ovq.loading import load_run, load_text_model
@@ -346,15 +346,16 @@ def test_checkpoints_without_their_run_file_are_refused(tmp_path):
         train(tiny_run(), tmp_path)
 
 
-def test_the_log_of_the_end_is_no_step():
+def test_the_log_of_the_end_is_no_step(tmp_path):
     """A run that was stopped after its last step is gone on with for none."""
     watch = _Watch(tiny_run(), None)
     watch.begun, watch.tokens_per_second = time.perf_counter(), 7.0
-    state = SimpleNamespace(global_step=4, max_steps=4, log_history=[{"train_runtime": 1.0}])
-    watch.on_log(None, state, None)
+    state = TrainerState(global_step=4, max_steps=4, log_history=[{"train_runtime": 1.0}])
+    called = TrainingArguments(output_dir=str(tmp_path), use_cpu=True), state, TrainerControl()
+    watch.on_log(*called)
     assert watch.tokens_per_second == 7.0
     state.log_history.append({"loss": 1.0})
-    watch.on_log(None, state, None)
+    watch.on_log(*called)
     assert watch.tokens_per_second > 7.0
 
 
