@@ -59,7 +59,8 @@ def test_loads_in_a_process_without_the_import(make_model, tmp_path):
     assert run.returncode == 0, run.stderr
     assert "pass the argument `trust_remote_code=True`" in run.stdout
     expected = model(torch.arange(10)[None]).logits.double().sum().item()
-    assert run.stdout.splitlines()[-1] == str(expected)
+    # The other process may have more threads, and so round otherwise.
+    assert float(run.stdout.splitlines()[-1]) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.usefixtures("registered")
