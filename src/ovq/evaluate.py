@@ -110,7 +110,24 @@ def _evaluate(
 ) -> list[dict[str, Any]]:
     places = _places(config.task, model.config, points)
     with _alone_in(folder):
-        return _measure_places(folder, config, model, places, again, progress, known)
+        found = {} if again else _measured(folder)
+        num_known = sum(key in found for key, _, _ in places)
+        if known is not None and num_known:
+            known(num_known, len(places))
+        model = model.to(environment()["device"])
+        trained = model.config.dictionary  # which `set_dictionary` replaces
+        results: list[dict[str, Any]] = []
+        for done, (key, about, task) in enumerate(places, start=1):
+            if key not in found:
+                if about["num_centroids"] is not None:
+                    fields = _dictionary_at(about, trained, config.task.context_length)
+                    model.set_dictionary(**fields)
+                found[key] = measure(model, task, key.num_sequences) | {"conditions": _conditions()}
+            results.append(about | found[key])
+            _keep(folder, results[-1])
+            if progress is not None:
+                progress(done, len(places), results[-1])
+        return results
 
 
 def _alone_in(folder: Path) -> FileLock:
@@ -118,35 +135,6 @@ def _alone_in(folder: Path) -> FileLock:
     if not os.access(folder, os.W_OK):
         raise ValueError(f"RUN must be a folder that can be written to, got {folder}")
     return FileLock(folder / LOCK_FILE)
-
-
-def _measure_places(
-    folder: Path,
-    config: RunConfig,
-    model: Model,
-    places: Sequence["Place"],
-    again: bool,
-    progress: Progress | None,
-    known: Known | None,
-) -> list[dict[str, Any]]:
-    found = {} if again else _measured(folder)
-    num_known = sum(key in found for key, _, _ in places)
-    if known is not None and num_known:
-        known(num_known, len(places))
-    model = model.to(environment()["device"])
-    trained = model.config.dictionary  # which `set_dictionary` replaces
-    results: list[dict[str, Any]] = []
-    for done, (key, about, task) in enumerate(places, start=1):
-        if key not in found:
-            if about["num_centroids"] is not None:
-                fields = _dictionary_at(about, trained, config.task.context_length)
-                model.set_dictionary(**fields)
-            found[key] = measure(model, task, key.num_sequences) | {"conditions": _conditions()}
-        results.append(about | found[key])
-        _keep(folder, results[-1])
-        if progress is not None:
-            progress(done, len(places), results[-1])
-    return results
 
 
 class _Key(NamedTuple):
@@ -180,12 +168,11 @@ def _asked(
     return about["length"], about["setting"], about.get("changes", {}), num_sequences
 
 
-Place = tuple[_Key, dict[str, Any], Task]
-
-
-def _places(trained: Task, config: OVQConfig, points: Sequence[Point]) -> list[Place]:
+def _places(
+    trained: Task, config: OVQConfig, points: Sequence[Point]
+) -> list[tuple[_Key, dict[str, Any], Task]]:
     """Each distinct point: what makes it known, what it is in words of the run file, its task."""
-    places: list[Place] = []
+    places: list[tuple[_Key, dict[str, Any], Task]] = []
     for point in points:
         if not 1 <= point.num_sequences <= VALIDATION_START:
             raise ValueError(f"num_sequences must be at least 1, got {point.num_sequences}")
