@@ -12,6 +12,9 @@ import torch
 import ovq
 import ovq.theory
 from ovq.benchmark_report import markdown, read_benchmark, summary
+from ovq.report.records import EXPERIMENT_FILE as RECORD
+from ovq.report.records import read_suite
+from ovq.report.scores import scores_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -84,3 +87,26 @@ def test_the_readme_table_is_the_benchmarks():
     assert table is not None
     assert table[1] == summary(result)
     assert (ROOT / "results/bench/table.md").read_text() == markdown(result)
+
+
+def test_the_readme_shows_what_the_experiments_measured():
+    """Every figure of the table, by model, share of bytes and chunks, at 65,536 tokens."""
+    block = re.search(r"<!-- from results/experiments -->\n(.*?)<!-- end -->", README, re.DOTALL)
+    assert block is not None
+    measured = {
+        name: {
+            str(score.accuracy): score
+            for score in scores_of(read_suite(ROOT / f"results/experiments/{name}/{RECORD}"))
+            if (score.length, score.changes["tokens_per_pair"]) == (65_536, 32)
+        }
+        for name in ("recall", "positional")
+    }
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in block[1].splitlines()[2:]]
+    assert len(rows) >= 10
+    for label, share, *cells in rows:
+        for name, cell in zip(measured, cells, strict=True):
+            score = measured[name].get(cell)
+            assert score or not cell, (label, name, cell)
+            if score and score.setting:
+                assert score.setting.startswith(share.replace(" ", "")), (label, cell)
+                assert score.model == ("ovq_paper" if "paper" in label else "ovq")

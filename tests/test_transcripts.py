@@ -70,6 +70,11 @@ def test_the_page_on_pretrained_models(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "book.md").read_text().count("\n") == 4
 
 
+@pytest.mark.plain
+def test_the_page_on_the_operator(capsys):
+    assert "alone" in follow("operator.md", capsys)
+
+
 def printed_by_the_code(names: dict) -> str:
     later = names["later"]
     assert isinstance(later, ovq.models.OVQCache)

@@ -162,7 +162,7 @@ def table(record: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]
     columns = (
         "model", *(f"state at {int(t):,}" for t in lengths),
         *(f"perplexity at {int(t):,}" for t in lengths),
-        *(f"1000 nats above the first, to {int(t):,}" for t in lengths),
+        *(f"millinats a token above the first, to {int(t):,}" for t in lengths),
     )  # fmt: skip
     rows, first = [], None
     for name, model in record["models"].items():

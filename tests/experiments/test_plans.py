@@ -131,6 +131,16 @@ def test_recall_is_measured_to_65536_tokens_with_both_shares_of_the_state(name):
         assert min(point.length for point in entry.points) == entry.config.task.context_length
 
 
+@pytest.mark.parametrize("name", ["positional", "regression", "capacity", "ablations"])
+def test_a_slot_a_token_is_measured_too_where_it_is_not_dear(name):
+    for entry in planned("demo")[name].entries:
+        if "ovq" not in shape_of(entry).mixer_names:
+            continue
+        settings = {point.setting for point in entry.points if point.length <= 8192}
+        assert "T/1" in settings
+        assert not any(p.setting == "T/1" and p.length > 8192 for p in entry.points)
+
+
 def test_all_seeds_rates_and_mixers_are_there():
     for name, experiment in planned("demo").items():
         assert len(experiment.seeds) >= 3

@@ -8,9 +8,11 @@ from ovq.report.scores import scores_of
 from ovq.report.sections.base import trained_task
 
 from .written import (
+    DENSE,
     FULL,
     OURS,
     forgetting_result,
+    point,
     recall_result,
     regression_result,
     write_forgetting,
@@ -20,14 +22,14 @@ from .written import (
 
 
 def goals(path):
-    """The verdicts on what is asked of a suite, by what is asked and where."""
+    """The verdicts on what is asked of a suite."""
     suite = read_suite(path)
     found = verdicts(scores_of(suite), {suite.name: trained_task(suite)})
-    return {v.goal: v for v in found if v.is_goal and v.goal.startswith(suite.name)}
+    return [v for v in found if v.is_goal and v.goal.startswith(suite.name)]
 
 
 def judged(path):
-    return [verdict.verdict for verdict in goals(path).values()]
+    return [verdict.verdict for verdict in goals(path)]
 
 
 def changed(result, model, **fields):
@@ -36,10 +38,43 @@ def changed(result, model, **fields):
 
 
 def test_recall_is_judged_by_shares_of_accuracy_and_of_state(tmp_path):
-    found = list(goals(write_recall(tmp_path)).values())
+    found = goals(write_recall(tmp_path))
     assert [verdict.verdict for verdict in found] == [MET, MISSED]  # 0.97 and 0.8 of 0.99
     assert found[0].measured == "ovq, 25%: 0.970 ± 0.001, 0.980 of it with 24.0%"
     assert found[0].baseline == "full_attention_nope 0.990 ± 0.001"
+
+
+PAPER = "ovq_paper"
+
+
+BOTH = {FULL: FULL, PAPER: "ovq", OURS: "ovq", DENSE: DENSE}
+
+
+def test_recall_has_a_verdict_on_each_form_of_ours(tmp_path):
+    scores = {(OURS, "25%"): 0.9, (OURS, "25%:T/128"): 0.98, (PAPER, "25%"): 0.5}
+    asked = [point(65_536, s, tokens_per_pair=32) for s in ("25%", "25%:T/128")]
+
+    def measure(model, seed, point):
+        if model not in (OURS, PAPER):
+            return {"accuracy": 0.99, "state_bytes": 1000}
+        score = scores.get((model, point["setting"]))
+        return None if score is None else {"accuracy": score, "state_bytes": 240}
+
+    path = write_recall(tmp_path, measure=measure, models=BOTH, points=asked)
+    found = [v for v in goals(path) if "25%" in v.goal]
+    assert {v.measured.partition(": ")[0]: v.verdict for v in found} == {
+        "ovq_paper, 25%": MISSED, "ovq, 25%": MISSED, "ovq, 25%:T/128": MET,
+    }  # fmt: skip
+
+
+def test_forgetting_has_a_verdict_on_each_form_of_ours(tmp_path):
+    def measure(model, seed, asked):
+        if model == PAPER:
+            return forgetting_result(OURS, seed, asked) | {"groups": {"A": {"accuracy": 0.1}}}
+        return forgetting_result(model, seed, asked)
+
+    found = goals(write_forgetting(tmp_path, measure, models=BOTH))
+    assert {v.measured.split()[0]: v.verdict for v in found} == {OURS: MET, PAPER: MISSED}
 
 
 @pytest.mark.parametrize("name", ["recall", "positional"])
@@ -125,7 +160,7 @@ def test_forgetting_is_judged_by_what_is_kept(tmp_path, measure, verdict):
 
 
 def test_what_is_kept_is_told_above_guessing_and_with_both_scores(tmp_path):
-    (found,) = goals(write_forgetting(tmp_path, missing=["ovq-seed2"])).values()
+    (found,) = goals(write_forgetting(tmp_path, missing=["ovq-seed2"]))
     assert found.measured == "ovq keeps 0.946 ± 0.000 (2 of 3): 0.800 to 0.760"
     assert found.baseline.startswith(
         "linear_attention keeps 0.458 ± 0.000 (2 of 3): 0.800 to 0.400"
@@ -145,7 +180,7 @@ def only_first(result, **unlucky):
 
 def test_only_seeds_that_both_have_are_compared(tmp_path):
     recall = only_first(recall_result, accuracy=0.2)
-    found = goals(write_recall(tmp_path, measure=recall, missing=OTHER_SEEDS)).values()
+    found = goals(write_recall(tmp_path, measure=recall, missing=OTHER_SEEDS))
     assert [verdict.verdict for verdict in found] == [MET, MISSED]
     assert {verdict.baseline for verdict in found} == {"full_attention_nope 0.989 (1 of 3)"}
     groups = {"4-7 earlier": {"asked": 1, "loss": 9.0, "oracles": {}}}

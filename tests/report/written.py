@@ -114,7 +114,9 @@ def recall_result(model: str, seed: int, asked: Mapping[str, Any]) -> dict[str, 
 
 
 def write_recall(root: Path, name: str = "recall", **options: Any) -> Path:
-    task = {"context_length": 128, "tokens_per_pair": 8}
+    task = {"context_length": 128, "tokens_per_pair": 8, "num_values": 16}
+    if name == "positional":
+        task |= {"min_occurrences": 2, "max_occurrences": 4}
     points = options.pop("points", recall_points())
     return write_suite(root, name, points, options.pop("measure", recall_result), task=task,
                        **options)  # fmt: skip
@@ -161,7 +163,7 @@ def write_forgetting(root: Path, measure: Measure = forgetting_result, **options
 def write_all(root: Path) -> Path:
     """All suites that have a section of their own, and one that has none."""
     accurate = {"accuracy": 0.5}
-    task = {"context_length": 128, "tokens_per_pair": 8, "fixed_pairs": 16}
+    task = {"context_length": 128, "tokens_per_pair": 8, "fixed_pairs": 16, "num_values": 16}
     write_recall(root, missing=["ovq-seed2"], failed={"linear_attention-seed1": "out of memory"})
     write_recall(root, "positional", measure=positional_result)
     write_regression(root)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ovq.report.scores import Score, Values
+from ovq.report.scores import Score, Values, in_order
 
 MET, MISSED = "met", "missed"
 NOT_LEARNED, NOT_MEASURED = "baseline not learned", "not measured"
@@ -74,7 +74,7 @@ def verdicts(
     return [
         *(v for suite in ("recall", "positional") for v in _recall(suite, by_suite.get(suite, []))),
         *_regression(by_suite.get("regression", []), told.get("regression", {})),
-        _forgetting(by_suite.get("forgetting", []), told.get("forgetting", {})),
+        *_forgetting(by_suite.get("forgetting", []), told.get("forgetting", {})),
     ]
 
 
@@ -88,14 +88,16 @@ def _recall(suite: str, scores: Sequence[Score]) -> Iterator[Verdict]:
             goal = (
                 f"{suite}: {wanted:.0%} of full attention's accuracy with {share:.0%} of its state"
             )
-            found = _recall_at(goal, length, of_length, share, wanted)
-            if found.is_goal or found.measured:
-                yield found
+            yield from _recall_at(goal, length, of_length, share, wanted)
 
 
 def _recall_at(
     goal: str, length: int, scores: Sequence[Score], share: float, wanted: float
-) -> Verdict:
+) -> Iterator[Verdict]:
+    """A verdict on each form of ours, at its best setting that keeps to the bytes.
+
+    One without any figure only where the goal is asked.
+    """
     asked: dict[str, Any] = {
         "goal": goal,
         "at": f"{length:,} tokens",
@@ -103,23 +105,43 @@ def _recall_at(
     }
     full = _best(score for score in scores if score.model in FULL)
     if full is None:
-        return Verdict(**asked)
-    limit = share * (full.state_bytes or 0)
-    ours = _best(s for s in scores if s.model in OVQ and (s.state_bytes or limit + 1) <= limit)
-    if ours is None:
-        return Verdict(**asked, baseline=f"{full.model} {full.accuracy}")
+        ours = []
+    else:
+        limit = share * (full.state_bytes or 0)
+        within = [s for s in scores if (s.state_bytes or limit + 1) <= limit]
+        best = (_best(s for s in within if _form(s) == form) for form in _forms(within))
+        ours = [score for score in best if score is not None]
+    if full is not None and ours:
+        yield from (_recall_of(asked, score, full, wanted) for score in ours)
+    elif length == GOAL_LENGTH:
+        yield Verdict(**asked, baseline="" if full is None else f"{full.model} {full.accuracy}")
+
+
+def _form(score: Score) -> tuple[str, str]:
+    """What of a dictionary is not its number of slots: how it was trained, chunks at test time."""
+    return score.model, (score.setting or "").partition(":")[2]
+
+
+def _forms(scores: Iterable[Score]) -> list[tuple[str, str]]:
+    return in_order(_form(score) for score in scores if score.model in OVQ)
+
+
+def _recall_of(asked: dict[str, Any], ours: Score, full: Score, wanted: float) -> Verdict:
+    """What one setting of ours is against full attention, over the seeds that both have."""
     full_accuracy = full.accuracy.shared_with(ours.accuracy)
     accuracy = ours.accuracy.shared_with(full.accuracy)
     baseline = f"{full.model} {full_accuracy}"
     of_full, own = full_accuracy.mean, accuracy.mean
     if of_full is None or own is None:
         return Verdict(**asked, baseline=baseline)
-    measured = f"{ours.label}: {accuracy}, {own / max(of_full, 1e-9):.3f} of it{_held(ours, full)}"
-    verdict = _judge(of_full >= LEARNED, own >= wanted * of_full)
     return Verdict(
-        **asked, baseline=baseline, measured=measured, verdict=verdict,
+        **asked,
+        baseline=baseline,
+        measured=f"{ours.label}: {accuracy}, {own / max(of_full, 1e-9):.3f} of it"
+        f"{_held(ours, full)}",
+        verdict=_judge(of_full >= LEARNED, own >= wanted * of_full),
         seeds=_seeds(full_accuracy, accuracy),
-    )  # fmt: skip
+    )
 
 
 def _best(scores: Iterable[Score]) -> Score | None:
@@ -264,35 +286,42 @@ def kept(
     )
 
 
-def _forgetting(scores: Sequence[Score], task: Mapping[str, Any]) -> Verdict:
-    """The dense state that ours is judged against is that with the best score in the end."""
+def _forgetting(scores: Sequence[Score], task: Mapping[str, Any]) -> Iterator[Verdict]:
+    """One verdict a form of ours, against the dense state with the best score in the end."""
     goal = f"forgetting: OVQ keeps {KEPT:.0%} of its score on A, the best dense state less"
-    at = f"n = {TIMES_FORGOTTEN} lengths of A"
+    asked: dict[str, Any] = {"goal": goal, "at": f"n = {TIMES_FORGOTTEN} lengths of A"}
     if not task:
-        return Verdict(goal=goal, at=at)
+        yield Verdict(**asked)
+        return
     before = task["first_length"]
     after, chance = (1 + TIMES_FORGOTTEN) * before, 1 / task["num_values"]
 
-    def best(models: Iterable[str]) -> Kept | None:
+    def of(models: Iterable[str]) -> list[Kept]:
         found = [kept(scores, model, before, after, chance) for model in models]
-        whole = [one for one in found if one is not None]
-        return max(whole, key=lambda one: one.last.mean or 0.0, default=None)
+        return [one for one in found if one is not None]
 
-    ours, dense = best(OVQ), best(DENSE_STATES)
+    dense = max(of(DENSE_STATES), key=lambda one: one.last.mean or 0.0, default=None)
     full = [s.group("A").mean or 0.0 for s in scores if s.model in FULL and s.length == after]
-    if ours is None or dense is None or not full:
-        return Verdict(goal=goal, at=at)
+    ours = of(OVQ)
+    if not ours or dense is None or not full:
+        yield Verdict(**asked)
+        return
+    yield from (_forgetting_of(asked, one, dense, max(full)) for one in ours)
+
+
+def _forgetting_of(asked: dict[str, Any], ours: Kept, dense: Kept, full: float) -> Verdict:
+    """What one form of ours keeps against a dense state, over the seeds that both have."""
     ours, dense = ours.shared_with(dense), dense.shared_with(ours)
     own, others = ours.share.mean, dense.share.mean
     if own is None or others is None:  # no seed of both
-        return Verdict(goal=goal, at=at)
+        return Verdict(**asked)
     return Verdict(
-        goal=goal, at=at,
-        baseline=f"{dense}; full attention's score {max(full):.3f}; guessing {chance:.3f}",
+        **asked,
+        baseline=f"{dense}; full attention's score {full:.3f}; guessing {ours.chance:.3f}",
         measured=str(ours),
         verdict=_judge(
-            max(full) >= LEARNED and dense.has_learned,
+            full >= LEARNED and dense.has_learned,
             ours.has_learned and own >= KEPT and others < KEPT,
         ),
         seeds=_seeds(ours.share, dense.share),
-    )  # fmt: skip
+    )

@@ -6,14 +6,16 @@ from ovq.experiments.scales import Scale
 from ovq.points import Point
 
 MOST_QUESTIONS = 256
-# Slots at test time: shares of full attention's bytes that the claims are about, and half a slot
-# a token. That many are dear at great lengths, and are left out there.
+# Slots at test time: shares of full attention's bytes that the claims are about, half a slot a
+# token, and a whole one, which is exact attention. The last two are dear at great lengths, and are
+# left out there.
 SHARES = ("10%", "25%")
-SETTINGS = (*SHARES, "T/2")
+HALF, WHOLE = "T/2", "T/1"
+SETTINGS = (*SHARES, HALF)
 # The same bytes in longer chunks. Pairs come in clumps, and slots so many a chunk: the longer it
 # is, the less a clump matters.
 CHUNKED = tuple(f"{share}:T/128" for share in SHARES)
-LONGEST_HALF = 8192
+LONGEST_DEAR = 8192
 
 
 def longer(start: int, scale: Scale, longest: int | None = None) -> list[int]:
@@ -38,11 +40,12 @@ def density_points(
     settings: Iterable[str | None] = SETTINGS,
 ) -> Iterator[Point]:
     """Recall at a density: as many questions as there are pairs, 256 at most, per sequence."""
-    chosen = tuple(settings)
-    for length in lengths:
+    chosen, measured = tuple(settings), list(lengths)
+    longest = max(LONGEST_DEAR, min(measured, default=0))
+    for length in measured:
         questions = min(MOST_QUESTIONS, length // tokens_per_pair)
         for setting in chosen if questions else ():
-            if setting == "T/2" and length > LONGEST_HALF:
+            if setting in (HALF, WHOLE) and length > longest:
                 continue
             yield Point(
                 length=length,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import CHUNKED, SHARES, density_points, longer
+from ovq.experiments.suites.pairs import CHUNKED, SHARES, WHOLE, density_points, longer
 from ovq.experiments.suites.recall import DENSE, PAPER_TASK, SSMAX, THIN
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.tasks import PositionalRecallTask
@@ -74,9 +74,10 @@ def positional(scale: Scale) -> Experiment:
     trained = sizes(scale)
     start, most = trained.task.context_length, DENSE * 1024
     variants = all_variants(trained)
+    settings = (*SHARES, *CHUNKED, WHOLE)
     points = chain(
-        density_points(scale, longer(start, scale), THIN, (*SHARES, *CHUNKED)),
-        density_points(scale, longer(start, scale, longest=most), DENSE, (*SHARES, *CHUNKED)),
+        density_points(scale, longer(start, scale), THIN, settings),
+        density_points(scale, longer(start, scale, longest=most), DENSE, settings),
     )
     return Experiment(
         name=NAME,

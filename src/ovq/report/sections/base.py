@@ -35,6 +35,11 @@ MODEL_FIELDS: dict[str, tuple[str, ...]] = {
     "mamba2": ("initial_decay_rate", "ssm_state_size"),
     "sliding_window": ("window_size",),
 }
+GUESSING = (
+    "Guessing among all values is right in 1 of {}. Who names some value of the context, "
+    "whosever it is, is right in more of few pairs, and in more still by leaving out values "
+    "already asked for: low scores over few pairs bind nothing."
+)
 HOVER = ("value", "seeds", "state", "learning rate")
 SPREAD = (
     "Lines are means over seeds, bars reach from the smallest to the largest seed; in tables ± is "

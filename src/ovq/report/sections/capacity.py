@@ -26,7 +26,8 @@ def capacity(suite: Suite) -> Section:
     notes = (
         "Slots are those at test time: every point of a line is the same trained model. Codebooks "
         "are trained at each size; their values are running means as in OVQ attention, so that of "
-        "the two dictionaries only the keys' is static.",
+        "the two dictionaries only the keys' is static. Compare slots and codes at equal bytes; "
+        "the codes themselves are parameters, and not among them.",
     )
     return make_section(suite, "Capacity", notes, _charts(suite), _tables(suite))
 

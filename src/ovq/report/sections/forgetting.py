@@ -7,6 +7,7 @@ from ovq.report.charts import Chart, line_chart
 from ovq.report.records import Suite
 from ovq.report.scores import scores_of
 from ovq.report.sections.base import (
+    GUESSING,
     HOVER,
     Pick,
     Placed,
@@ -27,15 +28,19 @@ PARTS = {"A": "what came first", "B": "what came since"}
 
 def forgetting(suite: Suite) -> Section:
     """Scores on A, and on B, against the length of B in lengths of A."""
+    return make_section(suite, "Forgetting", _notes(suite), _charts(suite), _tables(suite))
+
+
+def _notes(suite: Suite) -> list[str]:
     task = trained_task(suite)
-    notes = [
+    if not task:
+        return []
+    return [
         f"A has {task['first_length']:,} tokens; n is the number of tokens of B after it, in "
         f"lengths of A. Trained at n = {times(suite, task['context_length'])}. A state of constant "
-        f"size that is full of A has little left for B: a score on one is read beside the other."
-        if task
-        else ""
+        f"size that is full of A has little left for B: a score on one is read beside the other.",
+        GUESSING.format(task["num_values"]),
     ]
-    return make_section(suite, "Forgetting", notes, _charts(suite), _tables(suite))
 
 
 def times(suite: Suite, length: int) -> str:

@@ -8,6 +8,7 @@ from ovq.report.charts import Chart, line_chart
 from ovq.report.records import Suite
 from ovq.report.scores import Score, Values, in_order, scores_of
 from ovq.report.sections.base import (
+    GUESSING,
     HOVER,
     Placed,
     Section,
@@ -50,12 +51,19 @@ def _notes(suite: Suite) -> list[str]:
     task = trained_task(suite)
     if not task:
         return []
-    return [
+    notes = [
         f"Trained at {_trained_lengths(suite, task['context_length'])} with a pair every "
         f"{task['tokens_per_pair']}; slots are those at test time, without retraining: a share of "
         f"full attention's bytes after context and questions, or of the context T; after a colon, "
-        f"the chunks, if not those of training."
+        f"the chunks, if not those of training. Dictionaries are told the length of the context: "
+        f"their slots are set by it, and so is linear growth. States of constant size have a small "
+        f"part of those bytes at great lengths, as the tables of state say.",
+        GUESSING.format(task["num_values"]),
     ]
+    if "max_occurrences" in task:
+        few, many = task["min_occurrences"], task["max_occurrences"]
+        notes.append(f"A key has {few} to {many} values: to find the key alone is to name any.")
+    return notes
 
 
 def _trained_lengths(suite: Suite, length: int) -> str:
