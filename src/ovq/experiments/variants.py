@@ -31,13 +31,13 @@ class Variant:
         mixer: name in the registry, in turns with sliding windows.
         model: fields of the model that differ from the suite's.
         size: the same, but for fields that full attention, to which it is equal, has too.
-        frozen: parameters that are not trained, see :class:`~ovq.run_config.TrainingConfig`.
+        training: fields of the training that differ from the suite's.
     """
 
     mixer: str
     model: Mapping[str, Any] = field(default_factory=dict)
     size: Mapping[str, Any] = field(default_factory=dict)
-    frozen: tuple[str, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,20 +159,19 @@ def make_entries(
 def _make_entry(
     suite: str, name: str, scale: Scale, sizes: Sizes, variant: Variant, points: list[Point]
 ) -> Entry:
-    training = TrainingConfig(
-        num_steps=sizes.num_steps,
-        batch_size=sizes.batch_size,
-        learning_rate=scale.learning_rates[0],
-        accumulation_steps=sizes.accumulation_steps,
-        frozen=variant.frozen,
-        seed=scale.seeds[0],
-        **{**scale.training, **sizes.training},
-    )
+    fields: dict[str, Any] = {
+        "num_steps": sizes.num_steps,
+        "batch_size": sizes.batch_size,
+        "learning_rate": scale.learning_rates[0],
+        "accumulation_steps": sizes.accumulation_steps,
+        "seed": scale.seeds[0],
+    }
+    own = {**scale.training, **sizes.training, **variant.training}
     config = RunConfig(
         name=f"{suite}-{name}",
         task=sizes.task,
         model=equal_fields(sizes.task, sizes.fields(scale) | dict(variant.size), variant),
-        training=training,
+        training=TrainingConfig(**fields | own),
     )
     return Entry(suite=suite, name=name, config=config, points=points_of(config, points))
 

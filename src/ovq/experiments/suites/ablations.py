@@ -36,7 +36,7 @@ def variants_of(sizes: Sizes) -> dict[str, Variant]:
     }
     return found | {
         "short_convolution": Variant(mixer="ovq", model={"use_short_conv": True}),
-        "fixed_beta": Variant(mixer="ovq", frozen=("log_beta",)),
+        "fixed_beta": Variant(mixer="ovq", training={"frozen": ("log_beta",)}),
         "plain_softmax": Variant(mixer="ovq", model={"ssmax_length": None}),
         "high_beta": Variant(mixer="ovq", model={"initial_beta": 4 * INITIAL_BETA}),
     }
