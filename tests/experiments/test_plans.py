@@ -131,7 +131,7 @@ def test_recall_is_measured_to_65536_tokens_with_both_shares_of_the_state(name):
         assert min(point.length for point in entry.points) == entry.config.task.context_length
 
 
-@pytest.mark.parametrize("name", ["positional", "regression", "capacity", "ablations"])
+@pytest.mark.parametrize("name", ["positional", "regression", "mqar", "capacity", "ablations"])
 def test_a_slot_a_token_is_measured_too_where_it_is_not_dear(name):
     for entry in planned("demo")[name].entries:
         if "ovq" not in shape_of(entry).mixer_names:

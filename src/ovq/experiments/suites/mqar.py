@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
+from ovq.experiments.suites.pairs import HALF, WHOLE
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.points import Point
 from ovq.tasks import MQARTask
@@ -14,6 +15,7 @@ STEPS = {"demo": 1600, "quick": 300, "paper": 20_000}
 SETTINGS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128))
 MOST_PAIRS = 4096  # half the vocabulary are keys
 TIED = {"tie_word_embeddings": True}
+HIGHER_RATES = {"demo": (1e-2,)}  # beside those of all suites: thousands of tokens, each rare
 MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "mamba2")
 
 
@@ -48,7 +50,7 @@ def mqar(scale: Scale) -> Experiment:
         )
         for context, pairs in SETTINGS
         if longer * context <= scale.longest and longer * pairs < MOST_PAIRS
-        for setting in ("T/4", "T/2")
+        for setting in ("T/4", HALF, WHOLE)
     ]
     return Experiment(
         name=NAME,
@@ -57,6 +59,6 @@ def mqar(scale: Scale) -> Experiment:
         entries=make_entries(
             NAME, scale, trained, {name: variants[name] for name in MIXERS}, points
         ),
-        learning_rates=scale.learning_rates,
+        learning_rates=HIGHER_RATES.get(scale.name, ()) + scale.learning_rates,
         seeds=scale.seeds,
     )
