@@ -51,7 +51,7 @@ _LARGE = {
 
 DEMO = Scale(
     name="demo",
-    learning_rates=(1e-2, 3e-3, 1e-3),
+    learning_rates=(3e-3, 1e-3),
     model=_SMALL,
     # Each of some thousand keys comes once in a few steps.
     training={"warmup_steps": 100, "curriculum": True, "adam_beta2": 0.999},

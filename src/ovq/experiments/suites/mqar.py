@@ -15,6 +15,7 @@ STEPS = {"demo": 1600, "quick": 300, "paper": 20_000}
 SETTINGS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128))
 MOST_PAIRS = 4096  # half the vocabulary are keys
 TIED = {"tie_word_embeddings": True}
+HIGHER_RATES = {"demo": (1e-2,)}  # beside those of all suites: thousands of tokens, each rare
 MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "mamba2")
 
 
@@ -58,6 +59,6 @@ def mqar(scale: Scale) -> Experiment:
         entries=make_entries(
             NAME, scale, trained, {name: variants[name] for name in MIXERS}, points
         ),
-        learning_rates=scale.learning_rates,
+        learning_rates=HIGHER_RATES.get(scale.name, ()) + scale.learning_rates,
         seeds=scale.seeds,
     )
