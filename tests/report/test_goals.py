@@ -190,5 +190,7 @@ def test_only_seeds_that_both_have_are_compared(tmp_path):
 
 def test_no_seed_in_common_is_no_verdict(tmp_path):
     missing = (*OTHER_SEEDS, f"{FULL}-seed0")
-    assert judged(write_recall(tmp_path, missing=missing)) == [NOT_MEASURED] * 2
+    path = write_recall(tmp_path, missing=missing)
+    assert judged(path) == [NOT_MEASURED] * 2
+    assert [v.at for v in verdicts(scores_of(read_suite(path))) if not v.is_goal] == []
     assert judged(write_regression(tmp_path, missing=missing)) == [NOT_MEASURED]

@@ -159,19 +159,21 @@ def make_entries(
 def _make_entry(
     suite: str, name: str, scale: Scale, sizes: Sizes, variant: Variant, points: list[Point]
 ) -> Entry:
-    fields: dict[str, Any] = {
+    training: dict[str, Any] = {
         "num_steps": sizes.num_steps,
         "batch_size": sizes.batch_size,
         "learning_rate": scale.learning_rates[0],
         "accumulation_steps": sizes.accumulation_steps,
         "seed": scale.seeds[0],
+        **scale.training,
+        **sizes.training,
+        **variant.training,
     }
-    own = {**scale.training, **sizes.training, **variant.training}
     config = RunConfig(
         name=f"{suite}-{name}",
         task=sizes.task,
         model=equal_fields(sizes.task, sizes.fields(scale) | dict(variant.size), variant),
-        training=TrainingConfig(**fields | own),
+        training=TrainingConfig(**training),
     )
     return Entry(suite=suite, name=name, config=config, points=points_of(config, points))
 

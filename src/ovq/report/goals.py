@@ -88,16 +88,14 @@ def _recall(suite: str, scores: Sequence[Score]) -> Iterator[Verdict]:
             goal = (
                 f"{suite}: {wanted:.0%} of full attention's accuracy with {share:.0%} of its state"
             )
-            yield from _recall_at(goal, length, of_length, share, wanted)
+            found = _recall_at(goal, length, of_length, share, wanted)
+            yield from (one for one in found if one.is_goal or one.measured)
 
 
 def _recall_at(
     goal: str, length: int, scores: Sequence[Score], share: float, wanted: float
 ) -> Iterator[Verdict]:
-    """A verdict on each form of ours, at its best setting that keeps to the bytes.
-
-    One without any figure only where the goal is asked.
-    """
+    """A verdict on each form of ours, at its best setting that keeps to the bytes."""
     asked: dict[str, Any] = {
         "goal": goal,
         "at": f"{length:,} tokens",
@@ -105,16 +103,15 @@ def _recall_at(
     }
     full = _best(score for score in scores if score.model in FULL)
     if full is None:
-        ours = []
-    else:
-        limit = share * (full.state_bytes or 0)
-        within = [s for s in scores if (s.state_bytes or limit + 1) <= limit]
-        best = (_best(s for s in within if _form(s) == form) for form in _forms(within))
-        ours = [score for score in best if score is not None]
-    if full is not None and ours:
-        yield from (_recall_of(asked, score, full, wanted) for score in ours)
-    elif length == GOAL_LENGTH:
-        yield Verdict(**asked, baseline="" if full is None else f"{full.model} {full.accuracy}")
+        yield Verdict(**asked)
+        return
+    limit = share * (full.state_bytes or 0)
+    within = [s for s in scores if (s.state_bytes or limit + 1) <= limit]
+    best = [_best(s for s in within if _form(s) == form) for form in _forms(within)]
+    ours = [score for score in best if score is not None]
+    if not ours:
+        yield Verdict(**asked, baseline=f"{full.model} {full.accuracy}")
+    yield from (_recall_of(asked, score, full, wanted) for score in ours)
 
 
 def _form(score: Score) -> tuple[str, str]:
