@@ -1,6 +1,7 @@
 """Runs: training, interruption and resuming, evaluation, and the files they leave."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -483,6 +484,20 @@ def test_sequences_that_parts_cannot_share_are_refused(tmp_path):
 def test_parts_of_a_step_make_the_step(done, tmp_path):
     run = train(tiny_run(accumulation_steps=2), tmp_path / "run")
     assert run["training"]["losses"] == pytest.approx(done[1]["training"]["losses"], rel=1e-4)
+
+
+def test_tied_embeddings_resume_without_a_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    config = tiny_run(curriculum=False)
+    config = replace(config, model={**config.model, "tie_word_embeddings": True})
+    whole = train(config, tmp_path / "whole")
+    interrupted(config, tmp_path / "run")
+    caplog.clear()
+    assert train(config, tmp_path / "run")["training"]["losses"] == whole["training"]["losses"]
+    assert "missing keys" not in caplog.text
+    saved = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "run")]
+    assert saved[0].keys() == saved[1].keys()
+    assert "lm_head.weight" not in saved[0]
 
 
 def test_a_model_of_numbers_is_trained_and_resumed(tmp_path):

@@ -210,6 +210,8 @@ def _train(
     if checkpoint is not None:
         check_checkpoint(checkpoint)
     model = make_model(config)
+    # A tied weight is saved once: reading a checkpoint back, the trainer is not to miss the other.
+    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
     run = started or {
         "config": config.to_dict(),
         "command": command_line(),

@@ -2,14 +2,14 @@
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import density_points, longer
+from ovq.experiments.suites.pairs import HALF, SHARES, WHOLE, density_points, longer
 from ovq.experiments.suites.recall import DENSE, THIN, sizes
 from ovq.experiments.suites.recall import NAME as RECALL
 from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries
 from ovq.layers.ovq_attention import INITIAL_BETA
 
 NAME = "ablations"
-SETTINGS = ("10%", "25%", "T/2", "T/1")
+SETTINGS = (*SHARES, HALF, WHOLE)
 CORE = ("ovq", "saturating")
 
 
