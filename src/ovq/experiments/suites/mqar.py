@@ -5,7 +5,7 @@ from dataclasses import replace
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import HALF, WHOLE
-from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
+from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries, paper_sizes
 from ovq.points import Point
 from ovq.tasks import MQARTask
 
@@ -17,6 +17,8 @@ MOST_PAIRS = 4096  # half the vocabulary are keys
 TIED = {"tie_word_embeddings": True}
 HIGHER_RATES = {"demo": (1e-2,)}  # beside those of all suites: thousands of tokens, each rare
 MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "mamba2")
+# All pairs stand before all filler: slots that open in step with the context are kept for filler.
+AT_ONCE = {"growth": "immediate", "growth_length": None}
 
 
 def sizes(scale: Scale) -> Sizes:
@@ -39,7 +41,10 @@ def sizes(scale: Scale) -> Sizes:
 def mqar(scale: Scale) -> Experiment:
     """Multi-query associative recall, by bytes of state."""
     trained = sizes(scale)
-    variants = all_variants(trained)
+    known = all_variants(trained)
+    variants = {name: known[name] for name in MIXERS}
+    at_once = {"dictionary": trained.dictionary(**AT_ONCE)}
+    variants["ovq_immediate"] = Variant(mixer="ovq", model=at_once)
     longer = trained.task.context_length // 64
     points = [
         Point(
@@ -56,9 +61,7 @@ def mqar(scale: Scale) -> Experiment:
         name=NAME,
         scale=scale.name,
         question="How do published numbers of other mixers compare, at equal bytes of state?",
-        entries=make_entries(
-            NAME, scale, trained, {name: variants[name] for name in MIXERS}, points
-        ),
+        entries=make_entries(NAME, scale, trained, variants, points),
         learning_rates=HIGHER_RATES.get(scale.name, ()) + scale.learning_rates,
         seeds=scale.seeds,
     )
