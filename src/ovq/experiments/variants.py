@@ -20,6 +20,8 @@ CORE = ("full_attention_nope", "ovq", "gated_delta_net")
 # Heads of these draw their decay. A model of one head or two may draw none that lasts for its
 # context, and then learns nothing: here all start with one that does.
 LONG_MEMORY = {"initial_decay_rate": 0.1}
+# Fields of a dictionary that opens all its slots at once, as far as there are keys for them.
+AT_ONCE = {"growth": "immediate", "growth_length": None}
 REFERENCE = "full_attention"  # whose number of parameters all have
 
 

@@ -5,7 +5,7 @@ from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import HALF, SHARES, WHOLE, density_points, longer
 from ovq.experiments.suites.recall import DENSE, THIN, sizes
 from ovq.experiments.suites.recall import NAME as RECALL
-from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries
+from ovq.experiments.variants import AT_ONCE, Sizes, Variant, all_variants, make_entries
 from ovq.layers.ovq_attention import INITIAL_BETA
 
 NAME = "ablations"
@@ -21,7 +21,7 @@ def variants_of(sizes: Sizes) -> dict[str, Variant]:
     changes = {
         "slot_a_token": {"num_centroids": sizes.task.context_length},
         "saturating": {"growth": "saturating", "growth_length": None},
-        "immediate": {"growth": "immediate", "growth_length": None},
+        "immediate": AT_ONCE,
         "spread": {"seeding": "spread"},
         "random": {"seeding": "random"},
         "constant_rate": {"rate": "constant"},

@@ -5,7 +5,14 @@ from dataclasses import replace
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
 from ovq.experiments.suites.pairs import HALF, WHOLE
-from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries, paper_sizes
+from ovq.experiments.variants import (
+    AT_ONCE,
+    Sizes,
+    Variant,
+    all_variants,
+    make_entries,
+    paper_sizes,
+)
 from ovq.points import Point
 from ovq.tasks import MQARTask
 
@@ -17,8 +24,6 @@ MOST_PAIRS = 4096  # half the vocabulary are keys
 TIED = {"tie_word_embeddings": True}
 HIGHER_RATES = {"demo": (1e-2,)}  # beside those of all suites: thousands of tokens, each rare
 MIXERS = ("full_attention_nope", "ovq", "linear_attention", "gated_delta_net", "mamba2")
-# All pairs stand before all filler: slots that open in step with the context are kept for filler.
-AT_ONCE = {"growth": "immediate", "growth_length": None}
 
 
 def sizes(scale: Scale) -> Sizes:
@@ -43,6 +48,7 @@ def mqar(scale: Scale) -> Experiment:
     trained = sizes(scale)
     known = all_variants(trained)
     variants = {name: known[name] for name in MIXERS}
+    # All pairs stand before all filler: slots that open in step with the context go to filler.
     at_once = {"dictionary": trained.dictionary(**AT_ONCE)}
     variants["ovq_immediate"] = Variant(mixer="ovq", model=at_once)
     longer = trained.task.context_length // 64
