@@ -158,6 +158,42 @@ def check_output_file(path: Path) -> None:
     check_output_folder(path.parent)
 
 
+def check_replaced(path: Path, mark: str, rule: str) -> None:
+    """Raise a ``ValueError`` if a file is there that lacks the mark of what would replace it.
+
+    Args:
+        path: of a file to be written.
+        mark: what the first 4,096 bytes of such a file have.
+        rule: what the output must be, for the error.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        if mark.encode() not in file.read(4096):
+            raise ValueError(f"{rule}, got {path}, which is something else")
+
+
+def check_output_record(folder: Path, record: str, form: str, beside: Iterable[str]) -> None:
+    """Raise a ``ValueError`` unless a record and what is drawn from it may be written here.
+
+    Args:
+        folder: of the output, made or to be made.
+        record: name of the JSON file.
+        form: its ``format``.
+        beside: names of the files that are made from it.
+    """
+    check_output_folder(folder)
+    if (folder / record).exists():
+        read_json(folder / record, "--output", form)
+        return
+    for name in beside:
+        if (folder / name).exists():
+            raise ValueError(
+                f"--output must be a new folder or one with a {record}, got {folder} with another "
+                f"{name}"
+            )
+
+
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
@@ -220,6 +256,24 @@ def read_run(folder: Path) -> dict[str, Any]:
                 f"RUN must be a whole {RUN_FILE}, got {path} with damaged {name} {shown}"
             )
     return run
+
+
+class UnreadableRunError(ValueError):
+    """The run file of one of many runs is damaged, no run's or of a newer version."""
+
+
+def read_run_of_many(folder: Path) -> dict[str, Any]:
+    """The run file of a run that an experiment made, without which its others can be told of.
+
+    Raises:
+        UnreadableRunError: what is wrong with it, and what to do.
+    """
+    try:
+        return read_run(folder)
+    except ValueError as error:
+        raise UnreadableRunError(
+            f"{error}; `ovq experiment` trains it anew once its folder is deleted"
+        ) from None
 
 
 def is_number(value: Any) -> bool:

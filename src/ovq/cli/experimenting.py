@@ -48,16 +48,20 @@ def experiment(
 ) -> None:
     """Train and measure all models of a suite; the same command goes on if interrupted."""
     from ovq.experiments import make_experiments, run_experiment
+    from ovq.experiments.record import known_failures
 
     set_up(threads)
     experiments = make_experiments(suite, scale, quick=quick)
     folder = output or RUNS / ("experiments" if experiments[0].scale == "demo" else
                                f"experiments-{experiments[0].scale}")  # fmt: skip
     names = _known(only, experiments)
+    for planned in experiments:
+        check_output_folder(folder / planned.name)
     if listed:
-        check_output_folder(folder)
         _list(experiments, folder, names)
         return
+    for planned in experiments:  # before hours of another suite
+        known_failures(planned, folder)
     failed = 0
     for planned in experiments:
         if names and names.isdisjoint(entry.name for entry in planned.entries):
@@ -78,6 +82,10 @@ def experiment(
             console.print("interrupted: the same command goes on")
             raise typer.Exit(INTERRUPTED)
         failed += record.get("counts", {}).get("failed", 0)
+    if quick:
+        console.print(
+            "quick: this shows that everything runs; its scores say nothing of the models"
+        )
     if failed:
         raise typer.Exit(1)
 
@@ -101,34 +109,54 @@ def _print_counts(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _list(experiments: list, folder: Path, names: frozenset[str]) -> None:
-    from ovq.experiments import total_minutes
-    from ovq.experiments.record import known_failures, summarize
+    """A table of all entries, why runs of them failed, and the minutes left.
 
-    rows = []
+    Raises:
+        ValueError: a suite whose record cannot be read; after the others are shown.
+    """
+    from ovq.experiments import total_minutes
+    from ovq.experiments.record import known_failures, summarize, total_left
+
+    rows: list[tuple[str, ...]] = []
+    reasons: list[str] = []
+    damages: list[str] = []
     for planned in experiments:
-        record = summarize(planned, folder, known_failures(planned, folder))
+        try:
+            record = summarize(planned, folder, known_failures(planned, folder))
+        except ValueError as error:
+            damages.append(f"{planned.name}: {error}")
+            continue
         for entry, about in zip(planned.entries, record["entries"], strict=True):
-            if names and entry.name not in names:
-                continue
-            statuses = [run["status"] for run in about["runs"]]
-            known = planned.scale != "paper"  # measured on two cores alone
-            rows.append(
-                (
-                    f"{planned.name}: {entry.name}",
-                    entry.suite,
-                    str(len(statuses)),
-                    f"{entry.training_minutes:.1f}" if known else "",
-                    f"{entry.evaluation_minutes:.1f}" if known else "",
-                    f"{planned.minutes(entry):.0f}" if known else "",
-                    *(str(statuses.count(s)) for s in ("done", "unfinished", "missing", "failed")),
-                )
-            )
-    columns = ("entry, minutes", "runs in", "runs", "training", "measuring", "in all", "done",
-               "unfinished", "missing", "failed")  # fmt: skip
+            if not names or entry.name in names:
+                rows.append(_row(planned, entry, about["runs"], folder))
+                reasons += [f"{r['folder']}: {r['reason']}" for r in about["runs"] if "reason" in r]
+    columns = ("entry, minutes", "runs in", "runs", "training", "measuring", "in all", "left",
+               "done", "unfinished", "missing", "failed")  # fmt: skip
     print_table(columns, rows)
+    for reason in dict.fromkeys(reasons):
+        console.print(f"failed: {reason}", markup=False, soft_wrap=True)
+    if damages:
+        raise ValueError("; ".join(damages))
     if experiments[0].scale != "paper" and not names:
-        minutes = total_minutes(experiments)
+        left, whole = total_left(experiments, folder), total_minutes(experiments)
         console.print(
-            f"about {minutes:.0f} minutes on two cores if nothing is there; what suites share is "
-            f"trained once"
+            f"about {left:.0f} minutes left of {whole:.0f}, where two suites at a time have a core "
+            "each (--threads 1); what suites share is trained once",
+            soft_wrap=True,
         )
+    if not folder.exists():
+        console.print(f"nothing is in {folder} yet; -o names another folder", markup=False)
+
+
+def _row(planned: Any, entry: Any, runs: list[dict[str, Any]], folder: Path) -> tuple[str, ...]:
+    """An entry of the list."""
+    from ovq.experiments.record import minutes_left
+
+    minutes = ("", "", "", "")
+    if planned.scale != "paper":  # measured on two cores alone
+        each, left = planned.minutes(entry), sum(minutes_left(planned, entry, folder))
+        parts = (entry.training_minutes, entry.evaluation_minutes, each, left)
+        minutes = tuple(f"{part:.1f}" for part in parts)
+    statuses = [run["status"] for run in runs]
+    counts = (str(statuses.count(name)) for name in ("done", "unfinished", "missing", "failed"))
+    return f"{planned.name}: {entry.name}", entry.suite, str(len(statuses)), *minutes, *counts

@@ -30,9 +30,9 @@ def bench(
     threads: Threads = None,
 ) -> None:
     """Time and memory beside PyTorch's softmax attention; run it alone on the machine."""
-    from ovq.runs import check_output_folder
+    from ovq.runs import check_output_record
 
-    check_output_folder(output)
+    check_output_record(output, "bench.json", "ovq-bench", ("table.md", "bench.png"))
     from ovq.benchmark import BenchmarkConfig, benchmark
     from ovq.benchmark_report import markdown, write
     from ovq.ops.ovq_attention.cpu.kernel import is_built
@@ -75,9 +75,9 @@ def compare(
     threads: Threads = None,
 ) -> None:
     """Every mixer in models of equal size; the same command goes on with what is there."""
-    from ovq.runs import check_output_folder
+    from ovq.runs import check_output_record
 
-    check_output_folder(output)
+    check_output_record(output, "compare.json", "ovq-compare", ("table.md", "compare.png"))
     numbers = tuple(sorted(set(whole_numbers("lengths", lengths))))
     set_up(threads)
     from ovq.comparison import ComparisonConfig
@@ -119,9 +119,9 @@ def fidelity(
         raise ValueError("--model and --text must be given together")
     from ovq.fidelity.measure import FidelityConfig, begun, drawn_samples, measure
     from ovq.fidelity.report import markdown, write
-    from ovq.runs import check_output_folder
+    from ovq.runs import check_output_record
 
-    check_output_folder(output)
+    check_output_record(output, "fidelity.json", "ovq-fidelity", ("table.md", "fidelity.png"))
     set_up(threads)
     config = FidelityConfig(model=model, text=text.name if text is not None else None)
     if quick:

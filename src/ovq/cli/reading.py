@@ -101,11 +101,13 @@ def read(
     threads: Threads = None,
 ) -> None:
     """Read a text into a state file, in bounded memory; goes on if interrupted."""
-    from ovq.runs import check_output_file, write_text
+    from ovq.runs import check_output_file, check_replaced, write_text
 
     for path in (output, record):
         if path is not None:
             check_output_file(path)
+    if record is not None:
+        check_replaced(record, '"num_parameters"', "--record must be a new file or such a record")
     set_up(threads)
     from ovq.loading import at_start, load_text_model
     from ovq.reading import ReadingInterruptedError, begin_reading, check_output, read_to_file
@@ -152,9 +154,10 @@ def inspect(
     threads: Threads = None,
 ) -> None:
     """Show on one page which slots a text's tokens join and read, and how the dictionary grows."""
-    from ovq.runs import check_output_file
+    from ovq.runs import check_output_file, check_replaced
 
     check_output_file(output)
+    check_replaced(output, "<title>ovq inspect", "--output must be a new file or such a page")
     set_up(threads)
     from ovq.inspection import inspect as inspect_text
     from ovq.inspection import write_page

@@ -13,7 +13,6 @@ try:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
-        MofNCompleteColumn,
         Progress,
         SpinnerColumn,
         TextColumn,
@@ -85,15 +84,15 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     """A progress bar with time left: a function of done, total and the fields of the columns.
 
     It appears with its first update, so that bad input leaves nothing but its one line. Where the
-    output is no terminal, every tenth is a line of its own. Where a line is too narrow, the columns
-    are cut, and not the time left.
+    output is no terminal, the first step and every tenth are lines of their own. Where a line is
+    too narrow, the columns are cut, and not the time left.
     """
     cut = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=30)),
         BarColumn(bar_width=12),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[counted]}"),
         TextColumn("  ".join(columns), table_column=cut),
         TimeElapsedColumn(),
         TextColumn("left"),
@@ -103,13 +102,16 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     )
 
     def update(done: int | float, total: int | float, **fields: Any) -> None:
+        digits = 0 if isinstance(total, int) else 1
+        fields["counted"] = f"{done:.{digits}f}/{total:.{digits}f}"
         if not bar.task_ids:
             bar.add_task(name, total=total, **fields)
             if console.is_terminal:
                 bar.start()
-        before = int(bar.tasks[0].completed)
+        before = bar.tasks[0].completed
         bar.update(bar.task_ids[0], completed=done, **fields)
-        if not console.is_terminal and done * 10 // total > before * 10 // total:
+        is_first = not console.is_terminal and before == 0 < done
+        if not console.is_terminal and (is_first or _tenths(done, total) > _tenths(before, total)):
             console.print(bar.get_renderable())
 
     try:
@@ -117,6 +119,11 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     finally:
         if console.is_terminal and bar.task_ids:
             bar.stop()
+
+
+def _tenths(done: float, total: float) -> int:
+    """Whole tenths of what is to be done."""
+    return int(done * 10 / total)
 
 
 def set_threads(threads: int | None) -> None:

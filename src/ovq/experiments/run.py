@@ -9,11 +9,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ovq.evaluate import evaluate_points, unmeasured, validate
-from ovq.experiments.plan import Entry, Experiment, Trial
+from ovq.experiments.plan import Experiment, Trial
 from ovq.experiments.record import (
     chosen_rate,
     known_failures,
+    measuring_left,
+    minutes_left,
     read_trial,
+    training_left,
     write_record,
 )
 from ovq.runs import LOCK_FILE, check_output_folder, command_line
@@ -61,9 +64,9 @@ def run_experiment(
         ValueError: an output that cannot be written, that another process is writing, or that holds
             experiments of another scale.
     """
-    check_output_folder(output)
-    known_failures(experiment, output)  # of another scale, or damaged
     folder = output / experiment.name
+    check_output_folder(folder)
+    known_failures(experiment, output)  # of another scale, or damaged
     folder.mkdir(parents=True, exist_ok=True)
     first = processes().is_main_process
     try:
@@ -95,7 +98,7 @@ class _Runner:
         self.tried: set[str] = set()
         self.is_first = processes().is_main_process
         self.done = 0.0
-        self.total = sum(map(self._minutes_left, self.entries))
+        self.total = sum(sum(minutes_left(experiment, entry, output)) for entry in self.entries)
 
     def run(self) -> dict[str, Any]:
         """Everything that is missing; the record."""
@@ -152,7 +155,11 @@ class _Runner:
 
     def _train(self, trial: Trial) -> str | None:
         """Train a run and measure its loss on validation data; what came of it, if it is new."""
-        folder, before, minutes = self.output / trial.folder, self.done, self._training_left(trial)
+        folder, before, minutes = (
+            self.output / trial.folder,
+            self.done,
+            training_left(self.output, trial),
+        )
         run = read_trial(self.output, trial)
         if run is not None and run["status"] == "done" and "validation" in run:
             return None
@@ -181,7 +188,7 @@ class _Runner:
         run = read_trial(self.output, trial)
         if not self.is_first or run is None or not unmeasured(run, trial.entry.points):
             return line
-        before, minutes = self.done, self._measuring_left(trial)
+        before, minutes = self.done, measuring_left(self.output, trial)
 
         def progress(done: int, total: int, last: dict[str, Any]) -> None:
             self.done = before + minutes * done / total
@@ -190,30 +197,3 @@ class _Runner:
 
         evaluate_points(self.output / trial.folder, trial.entry.points, progress=progress)
         return "trained and measured" if line else "measured"
-
-    def _minutes_left(self, entry: Entry) -> float:
-        """Of all runs of an entry."""
-        rate = chosen_rate(self.experiment, entry, self.output, {})
-        left = sum(map(self._training_left, self.experiment.candidates(entry)))
-        for number, seed in enumerate(self.experiment.seeds):
-            if rate is None:
-                left += entry.evaluation_minutes + (number > 0) * entry.training_minutes
-            else:
-                trial = Trial(entry=entry, learning_rate=rate, seed=seed)
-                left += self._measuring_left(trial)
-                left += (number > 0) * self._training_left(trial)
-        return left
-
-    def _training_left(self, trial: Trial) -> float:
-        """Minutes, as estimated."""
-        run = read_trial(self.output, trial)
-        if run is None:
-            return trial.entry.training_minutes
-        steps = run.get("training", {}).get("steps", 0)
-        left = 1.0 - steps / trial.config.training.num_steps
-        return 0.0 if run["status"] == "done" else left * trial.entry.training_minutes
-
-    def _measuring_left(self, trial: Trial) -> float:
-        run, entry = read_trial(self.output, trial), trial.entry
-        left = entry.points if run is None else unmeasured(run, entry.points)
-        return entry.evaluation_minutes * len(left) / max(1, len(entry.points))

@@ -95,7 +95,10 @@ def _recall(suite: str, scores: Sequence[Score]) -> Iterator[Verdict]:
 def _recall_at(
     goal: str, length: int, scores: Sequence[Score], share: float, wanted: float
 ) -> Iterator[Verdict]:
-    """A verdict on each form of ours, at its best setting that keeps to the bytes."""
+    """A verdict on each form of ours, at the most slots that keep to the bytes.
+
+    Longer chunks that are no longer than in training are the same form, told once.
+    """
     asked: dict[str, Any] = {
         "goal": goal,
         "at": f"{length:,} tokens",
@@ -107,8 +110,14 @@ def _recall_at(
         return
     limit = share * (full.state_bytes or 0)
     within = [s for s in scores if (s.state_bytes or limit + 1) <= limit]
-    best = [_best(s for s in within if _form(s) == form) for form in _forms(within)]
-    ours = [score for score in best if score is not None]
+    largest = [_largest(s for s in within if _form(s) == form) for form in _forms(within)]
+    distinct: dict[tuple, Score] = {}
+    for score in largest:
+        if score is not None:
+            loss = score.values(lambda result: result["loss"])
+            found = (score.model, score.state_bytes, str(score.accuracy.by_seed), str(loss.by_seed))
+            distinct.setdefault(found, score)
+    ours = distinct.values()
     if not ours:
         yield Verdict(**asked, baseline=f"{full.model} {full.accuracy}")
     yield from (_recall_of(asked, score, full, wanted) for score in ours)
@@ -145,6 +154,12 @@ def _best(scores: Iterable[Score]) -> Score | None:
     """That with the highest mean; ``None`` if none is measured."""
     measured = [score for score in scores if score.accuracy.mean is not None]
     return max(measured, key=lambda score: score.accuracy.mean or 0.0, default=None)
+
+
+def _largest(scores: Iterable[Score]) -> Score | None:
+    """That with the largest state; ``None`` if none is measured."""
+    measured = [score for score in scores if score.accuracy.mean is not None]
+    return max(measured, key=lambda score: score.state_bytes or 0, default=None)
 
 
 def _held(score: Score, base: Score) -> str:

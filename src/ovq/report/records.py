@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ovq.runs import RUN_FILE, distinct_folders, is_number, read_json, read_run
+from ovq.runs import (
+    RUN_FILE,
+    UnreadableRunError,
+    distinct_folders,
+    is_number,
+    read_json,
+    read_run_of_many,
+)
 
 EXPERIMENT_FILE = "experiment.json"
 COMPARISON_FILE = "compare.json"
@@ -113,9 +120,11 @@ def read_sources(folders: Iterable[Path]) -> Sources:
         if (folder / RUN_FILE).is_file():
             runs.append(folder)
         elif not found and not compared:
+            deeper = sorted({path.parents[1] for path in folder.glob(f"*/*/{EXPERIMENT_FILE}")})
+            hint = "".join(f"; {path} is one" for path in deeper[:1])
             raise ValueError(
                 f"RUN must be a run folder with a {RUN_FILE}, a folder of experiments with "
-                f"{EXPERIMENT_FILE}, or one with a {COMPARISON_FILE}, got {folder}"
+                f"{EXPERIMENT_FILE}, or one with a {COMPARISON_FILE}, got {folder}{hint}"
             )
         experiments += found
         comparisons += compared
@@ -167,15 +176,18 @@ def _is_figure(row: Any) -> bool:
 
 
 def read_suite(path: Path) -> Suite:
-    """An experiment and its runs.
+    """An experiment and its runs; one whose file cannot be read has failed.
 
     Args:
         path: of its ``experiment.json``; its runs lie where that says, below the folder above.
 
     Raises:
-        ValueError: a damaged or foreign file, the record's or a run's.
+        ValueError: a damaged or foreign record, or a run that it does not plan.
     """
-    record = read_json(path, "RUN", EXPERIMENT, EXPERIMENT_VERSION, EXPERIMENT_PARTS)
+    try:
+        record = read_json(path, "RUN", EXPERIMENT, EXPERIMENT_VERSION, EXPERIMENT_PARTS)
+    except ValueError as error:
+        raise ValueError(f"{error}; `ovq experiment` writes it anew once it is deleted") from None
     try:
         _check_names(path, [record["name"], *(entry["name"] for entry in record["entries"])])
         entries = tuple(
@@ -234,8 +246,12 @@ def _check_names(path: Path, names: list[Any]) -> None:
 def _read_run(path: Path, entry: Mapping[str, Any], told: Mapping[str, Any]) -> TrainedRun:
     """A run as its file is now: the record may be older."""
     folder, is_measured = told["folder"], told.get("measured", True)
-    run = None if folder is None else _run_at(path, entry, told)
-    status, reason = _status(run, entry["points"] if is_measured else []), told.get("reason")
+    run, reason = None, told.get("reason")
+    try:
+        run = None if folder is None else _run_at(path, entry, told)
+    except UnreadableRunError as error:
+        reason = str(error)
+    status = _status(run, entry["points"] if is_measured else [])
     if status == "done" or reason is None:
         reason = None
     else:
@@ -256,7 +272,7 @@ def _run_at(
     place = path.resolve().parent.parent / inside
     if not (place / RUN_FILE).is_file():
         return None
-    run = read_run(place)
+    run = read_run_of_many(place)
     training = run["config"].get("training", {})
     planned = {
         "name": f"{entry['suite']}-{entry['name']}", "seed": told["seed"],

@@ -20,6 +20,7 @@ from ovq.runs import (
 )
 
 PAGE, RUN_TABLE, TABLES = "index.html", "table.md", "tables.md"
+MARK = "<title>ovq report</title>"  # in the page's head
 
 # Called after every picture with those done and those in all.
 Progress = Callable[[int, int], None]
@@ -53,7 +54,7 @@ def report(folders: list[Path], output: Path, progress: Progress | None = None) 
 
     Raises:
         ValueError: as :func:`read_sources` and :func:`read_results`, or an output that cannot be
-            written.
+            written or has a page or tables of something else.
         ImportError: altair or vl-convert-python is not installed.
     """
     check_output_folder(output)
@@ -65,6 +66,7 @@ def report(folders: list[Path], output: Path, progress: Progress | None = None) 
     sections = [*of_suites, *of_runs]
     charts = [chart for section in sections for chart in section.charts]
     _check_names(charts)
+    _check_ours(output, [PAGE, TABLES, RUN_TABLE, *(_picture(chart) for chart in charts)])
     files = [output / PAGE]
     write_text(files[0], render(sections, version=__version__, command=command_line()))
     if of_suites:
@@ -79,6 +81,23 @@ def report(folders: list[Path], output: Path, progress: Progress | None = None) 
     return Report(rows=rows, counts=counts, files=tuple(files))
 
 
+def _picture(chart: Chart) -> str:
+    return f"{chart.name}.png"
+
+
+def _check_ours(output: Path, names: Sequence[str]) -> None:
+    """Raise if files of these names are there, but in the folder of an earlier report."""
+    page = output / PAGE
+    if page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")[:4096]:
+        return
+    for name in names:
+        if (output / name).exists():
+            raise ValueError(
+                f"--output must be a new folder or that of a report, got {output / name}, which "
+                "is no report's"
+            )
+
+
 def _check_names(charts: Sequence[Chart]) -> None:
     names = [chart.name for chart in charts]
     for name in names:
@@ -89,7 +108,7 @@ def _check_names(charts: Sequence[Chart]) -> None:
 def _save_charts(charts: Sequence[Chart], output: Path, progress: Progress | None) -> list[Path]:
     files = []
     for chart in charts:
-        files.append(output / f"{chart.name}.png")
+        files.append(output / _picture(chart))
         save_png(chart, files[-1])
         if progress is not None:
             progress(len(files), len(charts))

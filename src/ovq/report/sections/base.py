@@ -40,6 +40,11 @@ GUESSING = (
     "whosever it is, is right in more of few pairs, and in more still by leaving out values "
     "already asked for: low scores over few pairs bind nothing."
 )
+SLOTS = (
+    "Slots are those at test time, without retraining: `25%` is as many as a quarter of full "
+    "attention's bytes after context and questions can hold, `T/4` a quarter of a slot a token of "
+    "the context T. After a colon stand the chunks, if not those of training: `25%:T/128`."
+)
 HOVER = ("value", "seeds", "state", "learning rate")
 SPREAD = (
     "Lines are means over seeds, bars reach from the smallest to the largest seed; in tables ± is "

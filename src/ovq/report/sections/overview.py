@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from ovq.report.goals import Verdict, verdicts
 from ovq.report.records import STATUSES, Suite
 from ovq.report.scores import scores_of
-from ovq.report.sections.base import Section, trained_task
+from ovq.report.sections.base import SLOTS, Section, trained_task
 from ovq.report.tables import Cell, Table
 
 NO_CELLS = (Cell(""), Cell(""))  # of what a record would tell
@@ -59,12 +59,13 @@ def goals(suites: Sequence[Suite]) -> Section:
     scores = [score for suite in suites for score in scores_of(suite)]
     found = verdicts(scores, {suite.name: trained_task(suite) for suite in suites})
     notes = (
+        SLOTS,
         "Means over the seeds that both have. Goals count where full attention reaches 0.95 "
         "itself (without positions, or with them where that was trained too and is better); in "
         "regression, where its error is at most twice that of least squares per function and half "
         "that of pooled least squares. Each form of OVQ attention has its verdict: `ovq`, the "
-        "paper's rule `ovq_paper`, and either with longer chunks at test time; recall at the best "
-        "setting that keeps to the bytes, regression at each setting, whatever its bytes. What is "
+        "paper's rule `ovq_paper`, and either with longer chunks at test time; recall at the most "
+        "slots that keep to the bytes, regression at each setting, whatever its bytes. What is "
         "kept of A is told of the score above guessing, against the dense state that has the best "
         "score in the end. All seeds answer the same questions: ± is the spread of trainings.",
     )

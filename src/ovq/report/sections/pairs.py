@@ -10,6 +10,7 @@ from ovq.report.scores import Score, Values, in_order, scores_of
 from ovq.report.sections.base import (
     GUESSING,
     HOVER,
+    SLOTS,
     Placed,
     Section,
     accuracy,
@@ -53,9 +54,7 @@ def _notes(suite: Suite) -> list[str]:
         return []
     notes = [
         f"Trained at {_trained_lengths(suite, task['context_length'])} with a pair every "
-        f"{task['tokens_per_pair']}; slots are those at test time, without retraining: a share of "
-        f"full attention's bytes after context and questions, or of the context T; after a colon, "
-        f"the chunks, if not those of training. Dictionaries are told the length of the context: "
+        f"{task['tokens_per_pair']}. {SLOTS} Dictionaries are told the length of the context: "
         f"their slots are set by it, and so is linear growth. States of constant size have a small "
         f"part of those bytes at great lengths, as the tables of state say.",
         GUESSING.format(task["num_values"]),
