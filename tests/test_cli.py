@@ -1,7 +1,9 @@
 """The commands: their names and options, and that bad input is one line and exit code 2."""
 
+import importlib
 import io
 import json
+import math
 import re
 import runpy
 import sys
@@ -352,12 +354,78 @@ def test_the_time_left_is_whole_on_narrow_lines(monkeypatch, width):
     assert re.search(r" 8/40 .* \d:\d\d:\d\d left (\d|-):(\d\d|--):(\d\d|--)$", line.rstrip())
 
 
+@pytest.mark.parametrize(("total", "steps"), [(0.17, 1000), (1000, 1000), (7, 7), (40.0, 3000)])
+def test_output_to_a_file_has_a_line_at_the_first_step_and_at_every_tenth(
+    monkeypatch, total, steps
+):
+    page = io.StringIO()
+    monkeypatch.setattr(shared, "console", Console(file=page, width=120))
+    told = []
+    with shared.progress_bar("minutes", "{task.fields[what]}") as update:
+        for step in range(steps + 1):
+            done = step * total // steps if isinstance(total, int) else step / steps * total
+            update(done, total, what=f"step {step} of")
+            if len(page.getvalue().splitlines()) > len(told):
+                told.append(step)
+    assert told[0] == 1
+    tenths = sorted({1, *(math.ceil(steps * tenth / 10) for tenth in range(1, 11))})
+    assert told == pytest.approx(tenths, abs=1)  # 0.3 * 10 is less than 3
+    assert told[-1] == steps
+
+
+def test_counts_of_whole_things_are_whole_and_minutes_have_a_tenth(monkeypatch):
+    page = io.StringIO()
+    monkeypatch.setattr(shared, "console", Console(file=page, width=120))
+    for done, total in ((1, 2), (0.25, 0.5)):
+        with shared.progress_bar("x") as update:
+            update(0, total)
+            update(done, total)
+    first, second = page.getvalue().splitlines()
+    assert " 1/2 " in first
+    assert " 0.2/0.5 " in second
+
+
+def measure_nothing(*arguments):
+    pytest.fail("measured before the output was looked at")
+
+
+MEASURED = {
+    "bench": ("ovq.benchmark", "benchmark"),
+    "compare": ("ovq.comparison", "compare"),
+    "fidelity": ("ovq.fidelity.measure", "measure"),
+}
+
+
+@pytest.mark.parametrize("command", ["bench", "compare", "fidelity"])
+@pytest.mark.parametrize("name", ["table.md", "png", "json"])
+def test_no_file_of_something_else_is_written_over(tmp_path, monkeypatch, command, name):
+    name = name if name == "table.md" else f"{command}.{name}"
+    (tmp_path / name).write_text('{"precious": 1}')
+    module, function = MEASURED[command]
+    monkeypatch.setattr(importlib.import_module(module), function, measure_nothing)
+    message = bad_input(command, "--quick", "-o", tmp_path)
+    assert message.startswith("ovq: --output must be")
+    assert name in message
+    assert (tmp_path / name).read_text() == '{"precious": 1}'
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_no_page_or_record_takes_the_place_of_something_else(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("precious")
+    line = bad_input("inspect", tmp_path, "--text", text, "-o", text)
+    assert "--output must be a new file or such a page" in line
+    line = bad_input("read", tmp_path, "--file", text, "-o", tmp_path / "s", "--record", text)
+    assert "--record must be a new file or such a record" in line
+    assert text.read_text() == "precious"
+
+
 def test_the_list_of_experiments_can_be_of_some_models(tmp_path):
     found = invoke("experiment", "recall", "--list", "--only", "ovq,mamba2", "-o", tmp_path)
     assert found.exit_code == 0
     named = re.findall(r"^recall: (\w+) ", found.stdout, re.MULTILINE)
     assert named == ["ovq", "mamba2"]
-    assert "minutes on two cores" not in found.stdout
+    assert "minutes left" not in found.stdout
 
 
 @pytest.mark.parametrize("only", [",,,", "ovq,none"])

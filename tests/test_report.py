@@ -57,6 +57,27 @@ def test_one_run_given_twice_is_drawn_once(tmp_path, monkeypatch):
     assert "From the run files of x, " in (tmp_path / "report/table.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["index.html", "table.md", "tables.md", "accuracy.png"])
+def test_nothing_that_is_no_reports_is_written_over(tmp_path, name):
+    folder, output = write(tmp_path / "x", "a", 0), tmp_path / "out"
+    output.mkdir()
+    (output / name).write_text("precious")
+    with pytest.raises(ValueError, match=f"--output must be a new folder .*{name}"):
+        report([folder], output)
+    assert [path.name for path in output.iterdir()] == [name]
+    assert (output / name).read_text() == "precious"
+
+
+def test_a_report_takes_the_place_of_an_earlier_one_and_leaves_what_is_beside_it(tmp_path):
+    folder, output = write(tmp_path / "x", "a", 0), tmp_path / "out"
+    report([folder], output)
+    (output / "README.md").write_text("precious")
+    write(tmp_path / "x", "b", 0)
+    report([folder], output)
+    assert "| b |" in (output / "table.md").read_text()
+    assert (output / "README.md").read_text() == "precious"
+
+
 def test_a_metric_that_is_no_number_is_shown_so(tmp_path):
     folder = write(tmp_path / "x", "a", 0, loss=float("nan"), accuracy=float("inf"))
     assert "| nan | nan |" in markdown(report([folder], tmp_path).rows)

@@ -1,6 +1,7 @@
 """``ovq experiment``: lists what is planned, runs it, and says how to go on."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -28,7 +29,9 @@ def test_the_list_shows_entries_minutes_and_status_and_runs_nothing(tmp_path):
     assert result.exit_code == 0, result.output
     for name in ovq.experiments.EXPERIMENTS:
         assert f"{name}: " in result.stdout
-    assert "minutes on two cores" in result.stdout
+    left, whole = re.search(r"about (\d+) minutes left of (\d+),", result.stdout).groups()
+    assert left == whole != "0"
+    assert f"nothing is in {output} yet; -o names another folder" in result.stdout
     assert not output.exists()
 
 
@@ -40,7 +43,37 @@ def test_a_suite_runs_and_the_list_says_so(toys, tmp_path):
     listed = invoke("experiment", "recall", "--list", "-o", tmp_path).stdout
     (line,) = (line for line in listed.splitlines() if line.startswith("toy: ovq"))
     assert line.split()[3] == "3"
-    assert line.split()[-4:] == ["3", "0", "0", "0"]
+    assert line.split()[-5:] == ["0.0", "3", "0", "0", "0"]
+    assert "about 0 minutes left of" in listed
+
+
+def test_what_is_damaged_is_told_and_the_rest_is_listed(toys, tmp_path, monkeypatch):
+    invoke("experiment", "recall", "-o", tmp_path)
+    path = tmp_path / "toy/ovq-lr0.01-seed1/run.json"
+    path.write_text(path.read_text()[:-20])
+    result = invoke("experiment", "recall", "--list", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("toy: ")]
+    assert [line.split()[-4:] for line in lines] == [["2", "0", "0", "1"], ["3", "0", "0", "0"]]
+    assert "failed: toy/ovq-lr0.01-seed1: RUN must be a whole run.json" in result.stdout
+    second = toy_experiment(name="second")
+    monkeypatch.setattr(
+        ovq.experiments, "make_experiments", lambda *_, **__: [toy_experiment(), second]
+    )
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/experiment.json").write_text("{")
+    result = invoke("experiment", "all", "--list", "-o", tmp_path)
+    assert result.exit_code == 2
+    assert "toy: full" in result.stdout
+    assert "ovq: second: --output must be a whole experiment.json" in result.stderr
+    line = bad_input("experiment", "all", "-o", tmp_path)  # before the first suite
+    assert "delete this file: it is written anew" in line
+
+
+def test_a_quick_run_says_that_its_scores_say_nothing(toys, tmp_path):
+    said = "its scores say nothing of the models"
+    assert said in invoke("experiment", "recall", "--quick", "-o", tmp_path).stdout
+    assert said not in invoke("experiment", "recall", "-o", tmp_path).stdout
 
 
 def test_some_models_of_a_suite_and_later_the_others(toys, tmp_path):
@@ -85,6 +118,11 @@ def test_bad_input_is_one_line(toys, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("precious")
     assert "--output must be a folder" in bad_input("experiment", "recall", "-o", file)
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place/toy").write_text("precious")
+    for more in ((), ("--list",)):
+        line = bad_input("experiment", "recall", *more, "-o", tmp_path / "place")
+        assert "--output must be a folder" in line
     message = bad_input("experiment", "recall", "--only", "ovq,gru", "-o", tmp_path / "nothing")
     assert "--only must name some of ovq, full, got 'gru'" in message
     assert not (tmp_path / "nothing").exists()

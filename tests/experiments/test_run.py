@@ -16,7 +16,16 @@ import ovq.evaluate
 import ovq.experiments.run
 from ovq.evaluate import unmeasured
 from ovq.experiments import run_experiment
-from ovq.experiments.record import FILE, chosen_rate, known_failures, read_trial, summarize
+from ovq.experiments.plan import total_minutes
+from ovq.experiments.record import (
+    FILE,
+    chosen_rate,
+    known_failures,
+    minutes_left,
+    read_trial,
+    summarize,
+    total_left,
+)
 from ovq.loading import load_run
 from ovq.measuring import EVALUATION_SEED, VALIDATION_START
 from ovq.runs import LOCK_FILE, read_run, write_run
@@ -316,11 +325,60 @@ def test_a_finished_run_without_a_field_has_its_default(whole):
     assert read_trial(whole[0], experiment.candidates(experiment.entries[0])[0])
 
 
-def test_a_damaged_record_is_an_error(tmp_path):
+@pytest.mark.parametrize("text", ["[", "{}", '{"format": "ovq-experiment", "version": 1}'])
+def test_a_damaged_record_is_an_error_that_says_what_to_do(tmp_path, text):
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / FILE).write_text("[")
-    with pytest.raises(ValueError, match=f"whole {FILE}"):
+    (tmp_path / "toy" / FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"^--output must.*; delete this file: it is written anew"):
         run_experiment(toy_experiment(), tmp_path)
+
+
+def damage(path):
+    path.write_text(path.read_text()[:-20])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_damaged_run_fails_alone_and_is_trained_anew_once_deleted(whole, tmp_path, seed, counted):
+    output = tmp_path / "copy"
+    shutil.copytree(whole[0], output)
+    damaged = output / f"toy/ovq-lr0.01-seed{seed}"
+    damage(damaged / "run.json")
+    shutil.rmtree(output / "toy/full-lr0.01-seed1")
+    record = run_experiment(toy_experiment(), output)
+    ours, others = record["entries"]
+    assert [run["status"] for run in others["runs"]] == ["done"] * 3
+    (failed,) = (run for run in ours["runs"] if run["status"] == "failed")
+    assert failed["folder"] == f"toy/ovq-lr0.01-seed{seed}"
+    assert "trains it anew once its folder is deleted" in failed["reason"]
+    # No other rate takes the place of one that cannot be read.
+    assert ours["learning_rate"] == (None if seed == 0 else 1e-2)
+    assert counted == {"trained": 4, "measured": 1 + 2}
+    shutil.rmtree(damaged)
+    assert run_experiment(toy_experiment(), output)["counts"] == {"done": 6}
+    assert runs_of(output) == runs_of(whole[0])
+
+
+def test_minutes_left_are_those_of_what_is_not_done(whole, tmp_path):
+    experiment = toy_experiment()
+    assert total_left([experiment], tmp_path) == pytest.approx(total_minutes([experiment]))
+    assert total_left([experiment], whole[0]) == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(whole[0], copy)
+    shutil.rmtree(copy / "toy/ovq-lr0.01-seed1")
+    ours = experiment.entries[0]
+    training, measuring = minutes_left(experiment, ours, copy)
+    assert (training, measuring) == (ours.training_minutes, ours.evaluation_minutes)
+    assert total_left([experiment], copy) == training + measuring
+    second = toy_experiment(name="second", entries=(ours,))  # trains nothing of its own
+    both = total_left([experiment, second], copy)
+    assert both == pytest.approx(training + 2 * measuring)
+
+
+def test_a_file_in_the_place_of_a_suites_folder_is_refused(tmp_path):
+    (tmp_path / "toy").write_text("precious")
+    with pytest.raises(ValueError, match=f"--output must be a folder, got {tmp_path}/toy: "):
+        run_experiment(toy_experiment(), tmp_path)
+    assert (tmp_path / "toy").read_text() == "precious"
 
 
 def test_two_processes_do_not_run_one_experiment(tmp_path):

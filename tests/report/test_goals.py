@@ -67,6 +67,37 @@ def test_recall_has_a_verdict_on_each_form_of_ours(tmp_path):
     }  # fmt: skip
 
 
+def test_recall_is_judged_at_the_most_slots_that_keep_to_the_bytes(tmp_path):
+    """Not at the best, which would be chosen on the figures that are shown."""
+    state = {"10%": 100, "25%": 240, "T/2": 500}
+
+    def measure(model, seed, asked):
+        if asked["setting"] is None:
+            return {"accuracy": 0.99, "state_bytes": 1000}
+        accuracy = {"10%": 0.98, "25%": 0.95, "T/2": 0.99}[asked["setting"]]
+        return {"accuracy": accuracy, "state_bytes": state[asked["setting"]]}
+
+    asked = [point(65_536, setting, tokens_per_pair=32) for setting in state]
+    found = goals(write_recall(tmp_path, measure=measure, points=asked))
+    assert [(v.measured.partition(": ")[0], v.verdict) for v in found] == [
+        ("ovq, 25%", MISSED), ("ovq, 10%", MET),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "told"), [(0.5, ["25%"]), (0.6, ["25%", "25%:T/128"])])
+def test_chunks_that_change_nothing_are_told_once(tmp_path, loss, told):
+    def measure(model, seed, asked):
+        is_long = asked["setting"] == "25%:T/128"
+        fields = {"accuracy": 0.98, "loss": loss if is_long else 0.5, "state_bytes": 240}
+        return fields if asked["setting"] else fields | {"state_bytes": 1000}
+
+    asked = [point(65_536, setting, tokens_per_pair=32) for setting in ("25%", "25%:T/128")]
+    found = goals(write_recall(tmp_path, measure=measure, points=asked))
+    assert [v.measured.partition(": ")[0] for v in found if "25%" in v.goal] == [
+        f"ovq, {setting}" for setting in told
+    ]
+
+
 def test_forgetting_has_a_verdict_on_each_form_of_ours(tmp_path):
     def measure(model, seed, asked):
         if model == PAPER:

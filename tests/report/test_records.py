@@ -118,11 +118,8 @@ def test_a_suite_from_two_folders_is_refused(tmp_path):
         read_sources([tmp_path / "x", tmp_path / "y"])
 
 
-@pytest.mark.parametrize("file", ["recall/experiment.json", "recall/ovq-lr0.01-seed0/run.json"])
-@pytest.mark.parametrize("change", ["truncate", "foreign", "newer", "gutted"])
-def test_a_damaged_or_foreign_record_is_one_line_that_names_the_file(tmp_path, file, change):
-    write_recall(tmp_path)
-    path = tmp_path / file
+def damage(path, change):
+    """Make a JSON file of ours one that cannot be read."""
     record = json.loads(path.read_text())
     damaged = {
         "truncate": path.read_text()[:-20],
@@ -131,9 +128,37 @@ def test_a_damaged_or_foreign_record_is_one_line_that_names_the_file(tmp_path, f
         "gutted": json.dumps(record | {"entries": [{"name": "x"}], "config": None}),
     }
     path.write_text(damaged[change])
+
+
+DAMAGES = pytest.mark.parametrize("change", ["truncate", "foreign", "newer", "gutted"])
+
+
+@DAMAGES
+def test_a_damaged_or_foreign_record_is_one_line_that_names_the_file(tmp_path, change):
+    path = write_recall(tmp_path)
+    damage(path, change)
     with pytest.raises(ValueError, match=r"^RUN must .*" + path.name) as caught:
         read_sources([tmp_path])
     assert "\n" not in str(caught.value)
+
+
+@DAMAGES
+def test_a_run_that_cannot_be_read_has_failed_and_the_others_are_shown(tmp_path, change):
+    path = write_recall(tmp_path)
+    damage(tmp_path / "recall/ovq-lr0.01-seed1/run.json", change)
+    suite = read_suite(path)
+    assert suite.counts == {"done": 11, "unfinished": 0, "missing": 0, "failed": 1}
+    (line,) = incomplete(suite)
+    assert line.startswith("ovq: 1 failed, of 4 runs; recall/ovq-lr0.01-seed1: RUN must")
+    assert line.endswith("`ovq experiment` trains it anew once its folder is deleted")
+    ours = [score for score in scores_of(suite) if score.model == OURS]
+    assert {tuple(sorted(score.accuracy.by_seed)) for score in ours} == {(0, 2)}
+
+
+def test_a_folder_above_that_of_experiments_is_refused_with_its_name(tmp_path):
+    write_recall(tmp_path / "experiments")
+    with pytest.raises(ValueError, match=f"got {tmp_path}; {tmp_path}/experiments is one$"):
+        read_sources([tmp_path])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": "ovq-compare"}'])
