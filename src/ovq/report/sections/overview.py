@@ -64,10 +64,11 @@ def goals(suites: Sequence[Suite]) -> Section:
         "itself (without positions, or with them where that was trained too and is better); in "
         "regression, where its error is at most twice that of least squares per function and half "
         "that of pooled least squares. Each form of OVQ attention has its verdict: `ovq`, the "
-        "paper's rule `ovq_paper`, and either with longer chunks at test time, where those differ; recall at the most "
-        "slots that keep to the bytes, regression at each setting, whatever its bytes. What is "
-        "kept of A is told of the score above guessing, against the dense state that has the best "
-        "score in the end. All seeds answer the same questions: ± is the spread of trainings.",
+        "paper's rule `ovq_paper`, and either with longer chunks at test time, where those "
+        "differ; recall at the most slots that keep to the bytes, regression at each setting, "
+        "whatever its bytes. What is kept of A is told of the score above guessing, against the "
+        "dense state that has the best score in the end. All seeds answer the same questions: ± "
+        "is the spread of trainings.",
     )
     tables = (
         _goals_table([v for v in found if v.is_goal], "Goals and verdicts"),
