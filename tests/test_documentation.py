@@ -61,13 +61,33 @@ def test_there_are_examples():
     assert sum(len(test.examples) > 0 for test in found) >= 8
 
 
-def test_files_and_links_of_the_readme_exist():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    paths = re.findall(r"`((?:src|docs|results)/[\w./-]+)`", README)
-    assert links
-    assert paths
-    for target in links + paths:
-        assert target.startswith("http") or (ROOT / target).exists(), target
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "results").glob("*/README.md"))
+
+
+def anchors_of(page):
+    """What the headings of a Markdown page can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_headings_that_a_page_links_to_exist(page):
+    text = page.read_text()
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        if not target.startswith(("http:", "https:")):
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+    for path in re.findall(r"`((?:src|docs|results|tests)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_links_and_the_index_names_every_page():
+    assert len(re.findall(r"\]\(([^)]+)\)", README)) > 10
+    index = (ROOT / "docs/README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"| [{page.name}]({page.name}) |" in index
 
 
 def test_the_project_speaks_of_itself_alone():
