@@ -16,6 +16,7 @@ from ovq.evaluate import evaluate, evaluate_points, generate, unmeasured, valida
 from ovq.loading import load_run
 from ovq.measuring import measure
 from ovq.models import OVQForRegression, OVQRegressionConfig
+from ovq.ops.ovq_attention import DictionaryConfig
 from ovq.points import Point, state_bytes
 from ovq.report.run_table import read_results
 from ovq.runs import LOCK_FILE, read_run, write_run
@@ -232,6 +233,33 @@ def test_chunks_grow_with_the_context_and_never_shrink(folder, monkeypatch):
     evaluate(folder, lengths=(256,), num_centroids=settings, num_sequences=2)
     assert len(seen) == 5
     for wrong in ("8:", ":8", "8:25%", "8:0", "8:1:1"):
+        with pytest.raises(ValueError, match="num_centroids must be a number or a fraction"):
+            evaluate(folder, lengths=(32,), num_centroids=(wrong,))
+
+
+def test_slots_can_be_kept_as_their_first_chunk_left_them(folder, monkeypatch):
+    seen = []
+
+    def look(model, task, num_sequences, *, first=0):
+        seen.append(dict(model.config.dictionary))
+        return measure(model, task, num_sequences, first=first)
+
+    monkeypatch.setattr(ovq.evaluate, "measure", look)
+    settings = ("4", "4:kept", "4:16", "4:16:kept", "40%:kept", "4")
+    results = evaluate(
+        folder, lengths=(128,), num_centroids=settings, num_sequences=2, again=True
+    )  # fmt: skip
+    rates = [(one["rate"], one["step"]) for one in seen]
+    default = (DictionaryConfig.rate, DictionaryConfig.step)
+    assert rates == [default, ("constant", 0.0)] * 2 + [("constant", 0.0)]
+    assert [result["setting"] for result in results] == list(settings[:-1])
+    plain, kept = results[:2]
+    assert kept["loss"] != plain["loss"]
+    assert kept["state_bytes"] == plain["state_bytes"]
+    again = evaluate(folder, lengths=(128,), num_centroids=settings, num_sequences=2)
+    assert len(seen) == 5
+    assert again == results
+    for wrong in ("4:", "kept", "4:kept:16", "4:kept:kept", ":kept"):
         with pytest.raises(ValueError, match="num_centroids must be a number or a fraction"):
             evaluate(folder, lengths=(32,), num_centroids=(wrong,))
 

@@ -16,12 +16,14 @@ from ovq.loading import load_run
 from ovq.measuring import EVALUATION_SEED, VALIDATION_START, Model, measure
 from ovq.models import OVQCache, OVQConfig, OVQForCausalLM
 from ovq.models.cache import CACHE_FIELD
+from ovq.ops.ovq_attention import DictionaryConfig
 from ovq.points import Point, dictionary_of
 from ovq.reading import PIECE
 from ovq.run_config import RunConfig, environment, model_config
 from ovq.runs import LOCK_FILE, read_run, write_run
 from ovq.tasks import Split, Task, TaskDataset, check_seed, token_task
 
+FIELDS = ("num_centroids", "chunk_size", "rate", "step")  # that a setting changes
 # Called after every setting with those done, those in all, and the last result.
 Progress = Callable[[int, int, dict[str, Any]], None]
 # Called before the first setting with those measured before and those in all, if there are any.
@@ -143,6 +145,7 @@ class _Key(NamedTuple):
     length: int
     num_centroids: int | None
     chunk_size: int | None
+    is_kept: bool
     changes: str
     num_sequences: int
 
@@ -150,7 +153,10 @@ class _Key(NamedTuple):
     def of(cls, result: Mapping[str, Any], num_sequences: int) -> "_Key":
         changes = json.dumps(result.get("changes", {}), sort_keys=True)
         chunk_size = result.get("chunk_size")  # None for the trained one
-        return cls(result["length"], result["num_centroids"], chunk_size, changes, num_sequences)
+        return cls(
+            result["length"], result["num_centroids"], chunk_size, "step" in result, changes,
+            num_sequences,
+        )  # fmt: skip
 
 
 def _about(point: Point, config: OVQConfig) -> dict[str, Any]:
@@ -237,7 +243,7 @@ def _measured(folder: Path) -> dict[_Key, dict[str, Any]]:
         _Key.of(result, result["num_sequences"]): {
             name: value
             for name, value in result.items()
-            if name not in ("length", "num_centroids", "chunk_size", "setting", "changes")
+            if name not in ("length", "setting", "changes", *FIELDS)
         }
         for result in read_run(folder).get("evaluation", {}).get("results", [])
         if result.get("conditions") == _conditions()
@@ -259,12 +265,13 @@ def _keep(folder: Path, result: dict[str, Any]) -> None:
 
 def _dictionary_at(
     about: Mapping[str, Any], trained: Mapping[str, Any], trained_length: int
-) -> dict[str, int]:
-    """The fields to set for a point: chunks as trained unless it says otherwise.
+) -> dict[str, Any]:
+    """The fields to set for a point: as trained unless it says otherwise.
 
     Linear growth reaches its end where it did in training, in proportion to the context.
     """
-    fields = {name: about.get(name, trained[name]) for name in ("num_centroids", "chunk_size")}
+    default = {name: getattr(DictionaryConfig, name) for name in ("rate", "step")}
+    fields = {name: {**default, **trained, **about}[name] for name in FIELDS}
     if trained.get("growth_length"):
         fields["growth_length"] = trained["growth_length"] * about["length"] // trained_length
     return fields

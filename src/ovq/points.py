@@ -15,6 +15,8 @@ from ovq.layers.registry import WITH_DICTIONARY
 from ovq.models import OVQConfig, OVQModel
 from ovq.tasks import Task, task_from_dict, task_to_dict
 
+KEPT = "kept"  # of settings: slots stay as their first chunk left them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -59,8 +61,8 @@ def num_centroids_at(setting: str, length: int) -> int:
     if match is None:
         raise ValueError(
             f"num_centroids must be a number or a fraction of the context such as T/4 or of full "
-            f"attention's bytes such as 25%, and after a colon such a size of chunks, got "
-            f"{setting!r}"
+            f"attention's bytes such as 25%, and after colons such a size of chunks and {KEPT}, "
+            f"got {setting!r}"
         )
     number = int(match[2])
     return max(1, length // number) if match[1] else number
@@ -126,19 +128,21 @@ def _on_meta(cls: type[OVQConfig], fields: str) -> OVQModel:
         return OVQModel(config).to(dtype)
 
 
-def dictionary_of(setting: str, config: OVQConfig, task: Task) -> dict[str, int]:
+def dictionary_of(setting: str, config: OVQConfig, task: Task) -> dict[str, Any]:
     """The fields of the dictionary that a setting means for a model and a task.
 
     Args:
         setting: a number of slots; a fraction of the context such as ``T/4``; or, such as ``25%``,
             a share of the bytes that full attention's state has at the end of the sequence, see
             :func:`num_centroids_within`. After a colon, as in ``25%:T/128``, the tokens of a chunk,
-            in either of the first two forms; the trained number if that is more.
+            in either of the first two forms; the trained number if that is more. With ``:kept`` in
+            the end every slot stays as its first chunk left it: what joins later is counted alone.
         config: of a model with a dictionary.
         task: with the context and the questions of the sequence.
 
     Returns:
-        ``num_centroids``, and ``chunk_size`` where it differs from the trained one.
+        ``num_centroids``; ``chunk_size`` where it differs from the trained one; ``rate`` and
+        ``step`` if slots are kept.
 
     Raises:
         ValueError: none of these forms, or a share that leaves no slot.
@@ -149,7 +153,16 @@ def dictionary_of(setting: str, config: OVQConfig, task: Task) -> dict[str, int]
             f"num_centroids must be a share of full attention's state of which windows and chunks "
             f"leave one slot at least, got {setting} at a context of {task.context_length} tokens"
         )
-    return {"num_centroids": number} | _chunk(setting, config, task)
+    kept = {"rate": "constant", "step": 0.0} if _parts(setting)[2] else {}
+    return {"num_centroids": number} | _chunk(setting, config, task) | kept
+
+
+def _parts(setting: str) -> tuple[str, str | None, bool]:
+    """Slots, chunk and whether slots are kept."""
+    slots, *others = setting.split(":")
+    is_kept = others[-1:] == [KEPT]
+    chunk = ":".join(others[: len(others) - is_kept])
+    return slots, chunk if len(others) > is_kept else None, is_kept
 
 
 def leaves_a_slot(setting: str, config: OVQConfig, task: Task) -> bool:
@@ -158,7 +171,7 @@ def leaves_a_slot(setting: str, config: OVQConfig, task: Task) -> bool:
 
 
 def _num_centroids(setting: str, config: OVQConfig, task: Task) -> int:
-    slots = setting.partition(":")[0]
+    slots = _parts(setting)[0]
     share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", slots)
     if share is None:
         return num_centroids_at(slots, task.context_length)
@@ -169,6 +182,6 @@ def _num_centroids(setting: str, config: OVQConfig, task: Task) -> int:
 
 def _chunk(setting: str, config: OVQConfig, task: Task) -> dict[str, int]:
     """The chunk's size, if the setting makes it larger."""
-    _, colon, chunk = setting.partition(":")
-    size = num_centroids_at(chunk, task.context_length) if colon else 0
+    chunk = _parts(setting)[1]
+    size = 0 if chunk is None else num_centroids_at(chunk, task.context_length)
     return {"chunk_size": size} if size > config.dictionary["chunk_size"] else {}

@@ -127,6 +127,8 @@ def test_recall_is_measured_to_65536_tokens_with_both_shares_of_the_state(name):
         assert {task.num_pairs for task in tasks} == {2048}
         has_dictionary = not WITH_DICTIONARY.isdisjoint(shape_of(entry).mixer_names)
         settings = {"10%", "25%", "10%:T/128", "25%:T/128"}
+        if name == "recall":
+            settings |= {"10%:T/128:kept", "25%:T/128:kept"}
         assert {p.setting for p in last} == (settings if has_dictionary else {None})
         assert min(point.length for point in entry.points) == entry.config.task.context_length
 

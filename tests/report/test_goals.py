@@ -98,6 +98,18 @@ def test_chunks_that_change_nothing_are_told_once(tmp_path, loss, told):
     ]
 
 
+def test_a_control_that_averages_nothing_has_no_verdict(tmp_path):
+    asked = [point(65_536, setting, tokens_per_pair=32) for setting in ("25%", "25%:kept")]
+    better = {"25%": 0.5, "25%:kept": 0.99}
+
+    def measure(model, seed, asked):
+        fields = {"accuracy": better.get(asked["setting"], 0.99), "state_bytes": 240}
+        return fields if asked["setting"] else fields | {"state_bytes": 1000}
+
+    found = goals(write_recall(tmp_path, measure=measure, points=asked))
+    assert {v.measured.partition(": ")[0] for v in found if v.measured} == {"ovq, 25%"}
+
+
 def test_forgetting_has_a_verdict_on_each_form_of_ours(tmp_path):
     def measure(model, seed, asked):
         if model == PAPER:

@@ -19,13 +19,13 @@ from ovq.report.records import (
 )
 from ovq.report.scores import Values, scores_of
 from ovq.report.sections.ablations import differences
-from ovq.report.sections.base import incomplete
+from ovq.report.sections.base import GAINED, incomplete
 from ovq.report.sections.costs import costs
 from ovq.report.sections.pairs import recall
 from ovq.runs import read_run, write_run
 
 from ..experiments.toys import toy_experiment
-from .written import MODELS, OURS, recall_result, write_forgetting, write_recall
+from .written import MODELS, OURS, point, recall_result, write_forgetting, write_recall
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -166,6 +166,22 @@ def test_a_damaged_comparison_is_an_error(tmp_path, text):
     (tmp_path / "compare.json").write_text(text)
     with pytest.raises(ValueError, match=r"compare\.json"):
         read_sources([tmp_path])
+
+
+def test_what_averaging_changes_is_told_seed_by_seed(tmp_path):
+    accuracies = {("25%", 0): 0.5, ("25%", 1): 0.7, ("25%:kept", 0): 0.25, ("25%:kept", 1): 0.65}
+    asked = [point(128, s, tokens_per_pair=32) for s in ("25%", "25%:kept", "T/2")]
+    path = write_recall(
+        tmp_path, models={OURS: "ovq"}, missing=["ovq-seed2"], points=asked,
+        measure=lambda model, seed, at: {"accuracy": accuracies.get((at["setting"], seed), 0.9)},
+    )  # fmt: skip
+    section = recall(read_suite(path))
+    (table,) = (table for table in section.tables if table.caption.startswith(GAINED))
+    (row,) = table.rows
+    assert [cell.text for cell in row] == ["ovq", "25%:kept", "0.01", "0.150 ± 0.100 (2 of 3)"]
+    drawn = json.dumps([chart.spec for chart in section.charts])
+    assert '"T/2"' in drawn
+    assert "kept" not in drawn
 
 
 def test_differences_are_taken_seed_by_seed(tmp_path):

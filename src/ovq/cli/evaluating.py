@@ -33,7 +33,8 @@ def evaluate(
         str,
         typer.Option(
             help="Slots of the dictionary, such as 64,T/4,25%:T/128: a number, a share of the "
-            "context T or of full attention's bytes, and after a colon the tokens of a chunk."
+            "context T or of full attention's bytes, and after a colon the tokens of a chunk; "
+            "with :kept in the end, slots stay as their first chunk left them."
         ),
     ] = "",
     num_sequences: Annotated[int | None, typer.Option(help="Sequences a setting.")] = None,

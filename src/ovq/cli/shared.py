@@ -121,7 +121,7 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
             bar.stop()
 
 
-def _tenths(done: float, total: float) -> int:
+def _tenths(done: int | float, total: int | float) -> int:
     """Whole tenths of what is to be done."""
     return int(done * 10 / total)
 

@@ -69,7 +69,7 @@ def verdicts(
     """
     told = tasks or {}
     by_suite: dict[str, list[Score]] = {}
-    for score in scores:
+    for score in (score for score in scores if not score.is_kept):
         by_suite.setdefault(score.suite, []).append(score)
     return [
         *(v for suite in ("recall", "positional") for v in _recall(suite, by_suite.get(suite, []))),

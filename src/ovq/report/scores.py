@@ -59,6 +59,15 @@ class Values:
         kept = {seed: value for seed, value in self.by_seed.items() if seed in other.by_seed}
         return Values(by_seed=kept, num_planned=self.num_planned)
 
+    def less(self, other: "Values") -> "Values":
+        """The differences from another, of the seeds that both have."""
+        gains = {
+            seed: value - other.by_seed[seed]
+            for seed, value in self.by_seed.items()
+            if seed in other.by_seed
+        }
+        return Values(by_seed=gains, num_planned=self.num_planned)
+
     def text(self, form: Callable[[float], str] = "{:.3f}".format) -> str:
         """Mean and spread, and how many seeds there are if some lack."""
         if self.mean is None:
@@ -124,6 +133,16 @@ class Score:
     def state_bytes(self) -> int | None:
         """That the whole model holds at the end of one sequence."""
         return self.any_of("state_bytes")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether slots stay as their first chunk left them: a control, none of ours."""
+        return self.slots_averaged != self.setting
+
+    @property
+    def slots_averaged(self) -> str | None:
+        """The setting, but for that."""
+        return None if self.setting is None else self.setting.removesuffix(":kept")
 
     @property
     def label(self) -> str:

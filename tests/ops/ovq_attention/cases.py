@@ -20,6 +20,7 @@ VARIANTS = {
     "random": {"seeding": "random", "seed": 3},
     "novel": {"seeding": "novel"},
     "constant": {"rate": "constant", "step": 0.3},
+    "constant-kept": {"rate": "constant", "step": 0.0},
     "unit": {"centroid": "unit"},
     "novel-unit": {"seeding": "novel", "centroid": "unit"},
     "constant-unit-linear": {

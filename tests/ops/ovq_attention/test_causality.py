@@ -35,12 +35,14 @@ def jacobian_norms(impl: str, config) -> dict[str, torch.Tensor]:
 @by_implementation
 def test_jacobian_is_lower_triangular_and_full(impl, variant):
     """Every earlier token lives on in some slot: no entry at or below the diagonal is zero, but
-    that of a lone first token, whose weight is 1 whatever its key."""
+    that of a lone first token, whose weight is 1 whatever its key. Where slots stay as their first
+    chunk left them, what joins later leaves no trace but a count."""
     norms = jacobian_norms(impl, make_config(5, C, **VARIANTS[variant]))
     for name in "kv":
         assert not norms[name].triu(1).any(), f"output sees a later {name}"
         lower = norms[name][torch.ones(T, T).tril().bool()]
-        assert (lower[1:] > 1e-9).all(), f"output misses an earlier {name}"
+        if variant != "constant-kept":
+            assert (lower[1:] > 1e-9).all(), f"output misses an earlier {name}"
     assert norms["v"][0, 0] == pytest.approx(1.4142136, rel=1e-6)  # o_0 = v_0, V = 2
     diagonal = norms["q"].diagonal()
     assert torch.equal(norms["q"], diagonal.diag()), "output sees another token's query"

@@ -264,7 +264,7 @@ def test_planned_implementation_says_what_there_is():
         ("seeding", "farthest", {}),
         ("seed", 0.5, {"seeding": "random"}),
         ("rate", "fast", {}),
-        ("step", 0.0, {"rate": "constant"}),
+        ("step", -0.1, {"rate": "constant"}),
         ("step", 1.5, {"rate": "constant"}),
         ("step", float("nan"), {"rate": "constant"}),
         ("centroid", "median", {}),

@@ -143,15 +143,19 @@ def test_unit_centroids_by_hand(impl):
     assert_near(state.key_means[0, 0, :2], means / counts, 1e-14, "means stay unscaled")
 
 
+@pytest.mark.parametrize(
+    ("step", "key", "value"), [(0.25, [0.125, 0.5], 4.0), (0.0, [0.5, 0.5], 3.0)]
+)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_constant_rate_by_hand(impl):
+def test_constant_rate_by_hand(impl, step, key, value):
     """One slot, C = 2, step 1/4: a new slot is its members' mean, (1/2, 1/2) and 3; then a quarter
-    of the way to the mean of its new members, (-1, 1/2) and 7: (1/8, 1/2) and 4. Counts count."""
+    of the way to the mean of its new members, (-1, 1/2) and 7: (1/8, 1/2) and 4. Counts count.
+    With step 0 it stays as it was."""
     k = points((1, 0), (0, 1), (-1, 0), (-1, 1))
-    config = make_config(1, 2, rate="constant", step=0.25)
+    config = make_config(1, 2, rate="constant", step=step)
     _, state, _ = run((k, k, column(2, 4, 6, 8), 1.0), config, impl)
-    assert_near(state.key_means.flatten(), torch.tensor([0.125, 0.5]), 1e-14, "key_means")
-    assert state.value_means.item() == pytest.approx(4.0, rel=1e-14)
+    assert_near(state.key_means.flatten(), torch.tensor(key), 1e-14, "key_means")
+    assert state.value_means.item() == pytest.approx(value, rel=1e-14)
     assert state.counts.item() == 4
 
 

@@ -2,7 +2,7 @@
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import density_points, longer
+from ovq.experiments.suites.pairs import density_points, kept, longer
 from ovq.experiments.suites.recall import DENSE, sizes
 from ovq.experiments.suites.recall import NAME as RECALL
 from ovq.experiments.variants import Sizes, Variant, all_variants, make_entries
@@ -29,7 +29,8 @@ def capacity(scale: Scale) -> Experiment:
     """Accuracy against the number of centroids, and of codes."""
     trained = sizes(scale)
     start = trained.task.context_length
-    points = list(density_points(scale, longer(start, scale, longest=16 * start), DENSE, SETTINGS))
+    lengths = longer(start, scale, longest=16 * start)
+    points = list(density_points(scale, lengths, DENSE, SETTINGS + kept(SETTINGS[2:-1])))
     known = all_variants(trained)
     shared = {name: known[name] for name in ("ovq", "ovq_paper", "vq_scores")}
     return Experiment(

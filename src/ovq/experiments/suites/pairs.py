@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from ovq.experiments.scales import Scale
-from ovq.points import Point
+from ovq.points import KEPT, Point
 
 MOST_QUESTIONS = 256
 # Slots at test time: shares of full attention's bytes that the claims are about, half a slot a
@@ -16,6 +16,11 @@ SETTINGS = (*SHARES, HALF)
 # is, the less a clump matters.
 CHUNKED = tuple(f"{share}:T/128" for share in SHARES)
 LONGEST_DEAR = 8192
+
+
+def kept(settings: Iterable[str]) -> tuple[str, ...]:
+    """The same slots without running means, as a control: a cache of what opened the slots."""
+    return tuple(f"{setting}:{KEPT}" for setting in settings)
 
 
 def longer(start: int, scale: Scale, longest: int | None = None) -> list[int]:

@@ -5,7 +5,7 @@ from itertools import chain
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import CHUNKED, SETTINGS, density_points, longer
+from ovq.experiments.suites.pairs import CHUNKED, SETTINGS, density_points, kept, longer
 from ovq.experiments.variants import CORE, Sizes, Variant, all_variants, make_entries, paper_sizes
 from ovq.layers.ovq_attention import INITIAL_BETA
 from ovq.tasks import RecallTask
@@ -83,7 +83,7 @@ def recall(scale: Scale) -> Experiment:
         long = {"num_steps": LONGER * trained.num_steps}
         variants["mamba2_long"] = replace(variants["mamba2"], training=long)
     points = chain(
-        density_points(scale, longer(start, scale), THIN, (*SETTINGS, *CHUNKED)),
+        density_points(scale, longer(start, scale), THIN, (*SETTINGS, *CHUNKED, *kept(CHUNKED))),
         density_points(scale, longer(start, scale, longest=most), DENSE, (*SETTINGS, *CHUNKED)),
     )
     return Experiment(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ovq.experiments.plan import Experiment
 from ovq.experiments.scales import Scale
-from ovq.experiments.suites.pairs import SETTINGS, WHOLE
+from ovq.experiments.suites.pairs import SETTINGS, WHOLE, kept
 from ovq.experiments.variants import Sizes, all_variants, make_entries, paper_sizes
 from ovq.points import Point
 from ovq.tasks import InContextRegressionTask
@@ -54,7 +54,7 @@ def function_points(scale: Scale, trained_length: int) -> Iterator[Point]:
     """Numbers of functions, the longest context for the most, each example asked for once."""
     for number in NUM_FUNCTIONS:
         length = max(trained_length, PLACES_A_FUNCTION * number)
-        for setting in (*SETTINGS, WHOLE):
+        for setting in (*SETTINGS, WHOLE, *kept(SETTINGS)):
             yield Point(
                 length=length,
                 setting=setting,

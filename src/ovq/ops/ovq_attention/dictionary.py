@@ -32,7 +32,8 @@ class DictionaryConfig:
         seed: of ``random`` seeding.
         rate: ``mean`` keeps exact running means, ``constant`` moves a slot by ``step`` toward the
             mean of its new members.
-        step: of the ``constant`` rate, in (0, 1].
+        step: of the ``constant`` rate, in [0, 1]; with 0 a slot stays as its first chunk left it,
+            and tokens that join it later are only counted.
         centroid: ``mean`` reads the key centroids, and compares keys with them, as they are;
             ``unit`` scaled to unit norm; ``direction`` reads them as they are and compares keys
             with them at unit norm, for keys of any norm. With ``unit``, keys are meant to have unit
@@ -75,8 +76,8 @@ class DictionaryConfig:
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.growth == "linear" and self.growth_length is None:
             raise ValueError("growth_length must be at least 1 with growth='linear', got None")
-        if not isinstance(self.step, int | float) or not 0.0 < self.step <= 1.0:
-            raise ValueError(f"step must lie in (0, 1], got {self.step!r}")
+        if not isinstance(self.step, int | float) or not 0.0 <= self.step <= 1.0:
+            raise ValueError(f"step must lie in [0, 1], got {self.step!r}")
         W, C = self.window_size, self.chunk_size
         if not isinstance(W, int) or isinstance(W, bool) or W < 0 or W % C:
             raise ValueError(

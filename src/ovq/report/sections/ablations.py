@@ -40,15 +40,13 @@ def differences(scores: list[Score]) -> list[tuple[Score, Values]]:
     def point(score: Score) -> tuple:
         return score.length, score.setting, str(score.changes)
 
-    bases = {point(score): score.accuracy.by_seed for score in scores if score.model == base}
-    found = []
-    for score in scores:
-        of = bases.get(point(score), {})
-        own = score.accuracy.by_seed
-        gains = {seed: own[seed] - of[seed] for seed in own if seed in of}
-        if score.model != base:
-            found.append((score, Values(by_seed=gains, num_planned=score.num_planned)))
-    return found
+    bases = {point(score): score.accuracy for score in scores if score.model == base}
+    nothing = Values(by_seed={}, num_planned=0)
+    return [
+        (score, score.accuracy.less(bases.get(point(score), nothing)))
+        for score in scores
+        if score.model != base
+    ]
 
 
 def _settings(scores: list[Score]) -> list[str]:

@@ -43,8 +43,11 @@ GUESSING = (
 SLOTS = (
     "Slots are those at test time, without retraining: `25%` is as many as a quarter of full "
     "attention's bytes after context and questions can hold, `T/4` a quarter of a slot a token of "
-    "the context T. After a colon stand the chunks, if not those of training: `25%:T/128`."
+    "the context T. After a colon stand the chunks, if not those of training: `25%:T/128`. "
+    "`:kept` is a control without running means: every slot stays as its first chunk left it, and "
+    "what joins later is counted alone."
 )
+GAINED = "What running means change, against slots that stay as their first chunk left them:"
 HOVER = ("value", "seeds", "state", "learning rate")
 SPREAD = (
     "Lines are means over seeds, bars reach from the smallest to the largest seed; in tables ± is "
@@ -228,6 +231,37 @@ def state_table(caption: str, places: Sequence[Placed], columns: Mapping[Any, st
     )
     head = ("model", "slots", *columns.values())
     return Table(head=head, rows=rows, caption=caption, is_open=False)
+
+
+def averaged(scores: Iterable[Score]) -> list[Score]:
+    """Without those whose slots stay as their first chunk left them."""
+    return [score for score in scores if not score.is_kept]
+
+
+def averaging_table(
+    caption: str, places: Sequence[Placed], columns: Mapping[Any, str], pick: Pick
+) -> Iterable[Table]:
+    """What running means change, seed by seed; no table where nothing was kept.
+
+    Args:
+        caption: of the table.
+        places: scores, each with the column that it stands in.
+        columns: titles, in order.
+        pick: the figure.
+    """
+
+    def point(score: Score, place: Any) -> tuple:
+        return score.model, score.slots_averaged, score.length, str(score.changes), place
+
+    found = {point(score, place): score for score, place in places if not score.is_kept}
+    pairs = [(s, place) for s, place in places if s.is_kept and point(s, place) in found]
+
+    def gain(score: Score, place: Any) -> Values:
+        own, kept = (pick(s, place) for s in (found[point(score, place)], score))
+        return own.less(kept)
+
+    if pairs:
+        yield wide_table(caption, pairs, columns, gain)
 
 
 def is_full_attention(score: Score) -> bool:

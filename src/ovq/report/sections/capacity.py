@@ -7,10 +7,13 @@ from ovq.report.charts import Chart, Record, line_chart
 from ovq.report.records import Suite
 from ovq.report.scores import Score, in_order, scores_of
 from ovq.report.sections.base import (
+    GAINED,
     HOVER,
     Placed,
     Section,
     accuracy,
+    averaged,
+    averaging_table,
     by_length,
     length_columns,
     make_section,
@@ -64,7 +67,7 @@ def _lines_by_length(name: str, title: str, places: list[Placed], x: str) -> Cha
 
 
 def _charts(suite: Suite) -> Iterator[Chart]:
-    scores = scores_of(suite)
+    scores = averaged(scores_of(suite))
     for model in in_order(score.model for score in scores if score.setting):
         places = [
             (score, score.any_of("num_centroids"))
@@ -86,4 +89,5 @@ def _tables(suite: Suite) -> Iterator[Table]:
     scores = scores_of(suite)
     columns, places = length_columns(scores), by_length(scores)
     yield wide_table("Accuracy by context length", places, columns, accuracy)
+    yield from averaging_table(f"{GAINED} accuracy", places, columns, accuracy)
     yield state_table("Bytes of state by context length", places, columns)

@@ -8,12 +8,15 @@ from ovq.report.charts import Chart, line_chart
 from ovq.report.records import Suite
 from ovq.report.scores import Score, Values, in_order, scores_of
 from ovq.report.sections.base import (
+    GAINED,
     GUESSING,
     HOVER,
     SLOTS,
     Placed,
     Section,
     accuracy,
+    averaged,
+    averaging_table,
     by_length,
     length_columns,
     make_section,
@@ -86,11 +89,11 @@ def _charts(suite: Suite) -> Iterator[Chart]:
         yield line_chart(
             f"{suite.name}-every-{density}",
             f"Accuracy, a pair every {density} tokens",
-            records_of(by_length(scores), accuracy),
+            records_of(by_length(averaged(scores)), accuracy),
             x=lengths_axis([score.length for score in scores]), y=ACCURACY,
             styles=styles, trained=trained, hover=HOVER,
         )  # fmt: skip
-    scores = next(iter(by_density(suite).values()))
+    scores = averaged(next(iter(by_density(suite).values())))
     held = records_of(by_length(scores), _state)
     yield line_chart(
         f"{suite.name}-state",
@@ -107,6 +110,7 @@ def _tables(suite: Suite) -> Iterator[Table]:
         columns, places = length_columns(scores), by_length(scores)
         every = f"a pair every {density} tokens"
         yield wide_table(f"Accuracy by context length, {every}", places, columns, accuracy)
+        yield from averaging_table(f"{GAINED} accuracy, {every}", places, columns, accuracy)
         yield state_table(
             f"Bytes of state by context length, and share of full attention's, {every}",
             places, columns,

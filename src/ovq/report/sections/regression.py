@@ -8,9 +8,12 @@ from ovq.report.charts import Chart, Record, line_chart
 from ovq.report.records import Suite
 from ovq.report.scores import Score, Values, in_order, scores_of
 from ovq.report.sections.base import (
+    GAINED,
     HOVER,
     Placed,
     Section,
+    averaged,
+    averaging_table,
     make_section,
     records_of,
     styles_of,
@@ -92,7 +95,8 @@ def _charts(suite: Suite) -> Iterator[Chart]:
     oracles = {t: Style(GREY, shape) for t, shape in zip(ORACLES.values(), shapes, strict=True)}
     for number, scores in by_functions(suite).items():
         groups = groups_of(scores)
-        places: list[Placed] = [(score, group) for score in scores for group in groups]
+        shown = averaged(scores)
+        places: list[Placed] = [(score, group) for score in shown for group in groups]
         records = [_drawn(record) for record in records_of(places, error, groups)]
         records += _oracle_records(scores, groups)
         drawn = [record[end] for record in records for end in ("low", "high")]
@@ -117,6 +121,13 @@ def _tables(suite: Suite) -> Iterator[Table]:
         )  # fmt: skip
         rows = tuple(_oracle_row(scores, name, columns) for name in oracle_errors(scores, ALL))
         yield Table(head=found.head, rows=found.rows + rows, caption=found.caption)
+
+    places = [(s, number) for number, scores in by_functions(suite).items() for s in scores]
+    numbers = {number: str(number) for _, number in places}
+    yield from averaging_table(
+        f"{GAINED} squared error, less is better, by number of functions",
+        places, numbers, lambda score, _: error(score, ALL),
+    )  # fmt: skip
 
 
 def _oracle_row(scores: list[Score], name: str, columns: Mapping[str, str]) -> tuple[Cell, ...]:
