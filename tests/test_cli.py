@@ -373,6 +373,22 @@ def test_output_to_a_file_has_a_line_at_the_first_step_and_at_every_tenth(
     assert told[-1] == steps
 
 
+def test_no_part_of_a_name_is_markup_or_broken_off(monkeypatch):
+    page = io.StringIO()
+    monkeypatch.setattr(shared, "console", Console(file=page, width=60))
+    name = "runs/[red]" + "x" * 80 + "[/blue]"
+    shared.say(f"{name}: done")
+    shared.print_table(("run", "loss"), [("[red]a[/red]", "1")])
+    with shared.progress_bar("[b]c", "{task.fields[what]}") as update:
+        update(0, 2, what="")
+        update(1, 2, what="[d]")
+    said, _, row, progress = page.getvalue().splitlines()
+    assert said == f"{name}: done"
+    assert row.split() == ["[red]a[/red]", "1"]
+    assert "[b]c" in progress
+    assert "[d]" in progress
+
+
 def test_counts_of_whole_things_are_whole_and_minutes_have_a_tenth(monkeypatch):
     page = io.StringIO()
     monkeypatch.setattr(shared, "console", Console(file=page, width=120))

@@ -11,11 +11,11 @@ from ovq.cli.shared import (
     Runs,
     Threads,
     app,
-    console,
     one_line_errors,
     print_table,
     progress_bar,
     read_text,
+    say,
     set_up,
     whole_numbers,
 )
@@ -92,15 +92,14 @@ def convert(
 
         run = convert_to_run(source, plan, output, progress)
     for line in run.get("divergence", {}).items():
-        console.print("divergence from SOURCE {} the fit: {:.5f} nats a token".format(*line))
+        say("divergence from SOURCE {} the fit: {:.5f} nats a token".format(*line))
     # A run of before there was such a field tells the pattern once.
     number = run["config"]["model"].get("num_hidden_layers", len(plan.layers))
     layers = islice(cycle(plan.layers), number)
-    console.print(
+    say(
         f"{output}: {run['num_parameters']:,} parameters of {source}; layers in order: "
-        f"{_in_order(layers)}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{_in_order(layers)}"
+    )
 
 
 def _in_order(layers: Iterable["LayerPlan"]) -> str:
@@ -154,10 +153,10 @@ def perplexity(
     for folder, run in read.items():
         about = {"weights": run.get("weights"), "model": run["config"].get("model")}
         if about.items() <= record["models"].get(str(folder), {}).items():
-            console.print(f"{folder}: measured before", markup=False, soft_wrap=True)
+            say(f"{folder}: measured before")
             continue
         if str(folder) in record["models"]:
-            console.print(f"{folder}: measured anew, since it has changed", markup=False)
+            say(f"{folder}: measured anew, since it has changed")
         model, codec = load_text_model(folder)
         ids = first_tokens(codec, text, numbers[-1])
         if len(ids) < numbers[-1]:

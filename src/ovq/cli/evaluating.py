@@ -17,6 +17,7 @@ from ovq.cli.shared import (
     parts_of,
     print_table,
     progress_bar,
+    say,
     set_up,
     whole_numbers,
 )
@@ -76,7 +77,7 @@ def evaluate(
                 update(done, total, last=f"T={last['length']:,} {what} {number(last[what])}")
 
             def known(found: int, total: int, folder=folder) -> None:
-                console.print(
+                say(
                     f"{folder}: {found} of {total} settings were measured before; "
                     "--again measures them again"
                 )
@@ -122,7 +123,7 @@ def _evaluate_tasks(
                 updates[task](done, total)
 
             def known(found: int, total: int, of: Path = model) -> None:
-                console.print(
+                say(
                     f"{of}: {found} of {total} tasks were measured before; --again measures them "
                     "again"
                 )

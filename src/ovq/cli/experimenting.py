@@ -10,11 +10,11 @@ from ovq.cli.shared import (
     RUNS,
     Threads,
     app,
-    console,
     one_line_errors,
     parts_of,
     print_table,
     progress_bar,
+    say,
     set_up,
 )
 from ovq.runs import check_output_folder
@@ -73,19 +73,15 @@ def experiment(
 
             record = run_experiment(
                 planned, folder, only=names, progress=progress,
-                finished=lambda run, line: console.print(
-                    f"{run}: {line}", markup=False, soft_wrap=True
-                ),
+                finished=lambda run, line: say(f"{run}: {line}"),
             )  # fmt: skip
         _print_counts(folder, record)
         if record.get("interrupted"):
-            console.print("interrupted: the same command goes on")
+            say("interrupted: the same command goes on")
             raise typer.Exit(INTERRUPTED)
         failed += record.get("counts", {}).get("failed", 0)
     if quick:
-        console.print(
-            "quick: this shows that everything runs; its scores say nothing of the models"
-        )
+        say("quick: this shows that everything runs; its scores say nothing of the models")
     if failed:
         raise typer.Exit(1)
 
@@ -105,7 +101,7 @@ def _print_counts(folder: Path, record: dict[str, Any]) -> None:
     if record.get("counts"):  # of the first process
         counts = ", ".join(f"{number} {status}" for status, number in record["counts"].items())
         path = folder / record["name"] / "experiment.json"
-        console.print(f"{record['name']}: {counts}; written: {path}", markup=False, soft_wrap=True)
+        say(f"{record['name']}: {counts}; written: {path}")
 
 
 def _list(experiments: list, folder: Path, names: frozenset[str]) -> None:
@@ -134,18 +130,17 @@ def _list(experiments: list, folder: Path, names: frozenset[str]) -> None:
                "done", "unfinished", "missing", "failed")  # fmt: skip
     print_table(columns, rows)
     for reason in dict.fromkeys(reasons):
-        console.print(f"failed: {reason}", markup=False, soft_wrap=True)
+        say(f"failed: {reason}")
     if damages:
         raise ValueError("; ".join(damages))
     if experiments[0].scale != "paper" and not names:
         left, whole = total_left(experiments, folder), total_minutes(experiments)
-        console.print(
+        say(
             f"about {left:.0f} minutes left of {whole:.0f}, where two suites at a time have a core "
-            "each (--threads 1); what suites share is trained once",
-            soft_wrap=True,
+            "each (--threads 1); what suites share is trained once"
         )
     if not folder.exists():
-        console.print(f"nothing is in {folder} yet; -o names another folder", markup=False)
+        say(f"nothing is in {folder} yet; -o names another folder")
 
 
 def _row(planned: Any, entry: Any, runs: list[dict[str, Any]], folder: Path) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ovq.cli.shared import (
     parts_of,
     progress_bar,
     read_text,
+    say,
     set_threads,
     set_up,
     whole_numbers,
@@ -49,12 +50,12 @@ def bench(
 
     def progress(line: str) -> None:
         seconds = time.perf_counter() - begun
-        console.print(f"{next(steps):3} of {config.num_steps} at {seconds:5.0f} s  {line}")
+        say(f"{next(steps):3} of {config.num_steps} at {seconds:5.0f} s  {line}")
 
     result = benchmark(config, output, progress)
     write(result, output)
-    console.print(markdown(result), markup=False, soft_wrap=True)
-    console.print(f"written: {output}/bench.json, table.md, bench.png")
+    say(markdown(result))
+    say(f"written: {output}/bench.json, table.md, bench.png")
 
 
 @app.command()
@@ -98,8 +99,8 @@ def compare(
 
         result = compare_mixers(config, output / "compare.json", progress)
     write(result, output)
-    console.print(markdown(result), markup=False, soft_wrap=True)
-    console.print(f"written: {output}/compare.json, table.md, compare.png")
+    say(markdown(result))
+    say(f"written: {output}/compare.json, table.md, compare.png")
 
 
 @app.command()
@@ -144,5 +145,5 @@ def fidelity(
 
         result = measure(config, (samples, total), path, progress, data)
     write(result, output)
-    console.print(markdown(result), markup=False, soft_wrap=True)
-    console.print(f"written: {output}/fidelity.json, table.md, fidelity.png")
+    say(markdown(result))
+    say(f"written: {output}/fidelity.json, table.md, fidelity.png")

@@ -17,6 +17,7 @@ from ovq.cli.shared import (
     one_line_errors,
     progress_bar,
     read_text,
+    say,
     set_up,
 )
 
@@ -74,7 +75,7 @@ def generate(
     _print_part("the model goes on", codec.decode(new))
     console.rule()
     of = "in all" if reading.sources else "of the prompt"
-    console.print(
+    say(
         f"state: {before:,} bytes after the {reading.num_tokens + len(ids):,} tokens {of}, "
         f"{after:,} bytes after {len(new):,} more"
     )
@@ -82,7 +83,7 @@ def generate(
 
 def _print_part(name: str, text: str) -> None:
     console.rule(name, align="left")
-    console.print(text, markup=False, soft_wrap=True)
+    say(text)
 
 
 @app.command()
@@ -126,13 +127,13 @@ def read(
         with progress_bar(f"reading {file.name}") as update:
             reading, num_new = read_to_file(model, ids, output, begin=begin, progress=update)
     except ReadingInterruptedError as interrupt:
-        console.print(f"{interrupt}: the same command goes on")
+        say(f"{interrupt}: the same command goes on")
         raise typer.Exit(INTERRUPTED) from None
     seconds = time.perf_counter() - begun
     found = record_of(
         model, reading, output, run=run.resolve().name, num_new=num_new, seconds=seconds
     )
-    console.print(summary(found), markup=False, soft_wrap=True)
+    say(summary(found))
     if record is not None:
         write_text(record, json.dumps(found, indent=1) + "\n")
 
@@ -178,8 +179,7 @@ def inspect(
     size = write_page(content, output)
     shown, given = len(content["tokens"]), content["num_tokens_of_text"]
     of = "" if shown == given else f" of {given:,}"
-    console.print(
+    say(
         f"written: {output}, {size:,} bytes, {shown:,}{of} tokens in layers "
-        f"{', '.join(str(part['layer']) for part in content['layers'])}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{', '.join(str(part['layer']) for part in content['layers'])}"
+    )

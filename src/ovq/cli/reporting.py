@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ovq.cli.shared import app, console, one_line_errors, print_table, progress_bar
+from ovq.cli.shared import app, one_line_errors, print_table, progress_bar, say
 
 
 @app.command()
@@ -30,8 +30,8 @@ def report(
         print_table(COLUMNS, [cells(row) for row in found.rows])
     for name, counts in found.counts.items():
         told = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
-        console.print(f"{name}: {told or 'nothing is planned'}", markup=False, soft_wrap=True)
+        say(f"{name}: {told or 'nothing is planned'}")
     pages = [path for path in found.files if path.suffix != ".png"]
     pictures = len(found.files) - len(pages)
     written = ", ".join(map(str, pages))
-    console.print(f"written: {written}, {pictures} pictures", markup=False, soft_wrap=True)
+    say(f"written: {written}, {pictures} pictures")

@@ -20,6 +20,7 @@ try:
         TimeRemainingColumn,
     )
     from rich.table import Column, Table
+    from rich.text import Text
 except ImportError as error:
     sys.exit(f"ovq: the command line needs {error.name}: pip install 'ovq[all]'")
 except KeyboardInterrupt:
@@ -87,13 +88,16 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     output is no terminal, the first step and every tenth are lines of their own. Where a line is
     too narrow, the columns are cut, and not the time left.
     """
+    short = Column(no_wrap=True, max_width=30)
     cut = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     bar = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=30)),
+        TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=30)
+        ),
         BarColumn(bar_width=12),
         TextColumn("{task.fields[counted]}"),
-        TextColumn("  ".join(columns), table_column=cut),
+        TextColumn("  ".join(columns), markup=False, table_column=cut),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -162,12 +166,17 @@ def whole_numbers(name: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def say(text: str) -> None:
+    """Print a line or a text as it is: no part of a path is markup, and none is broken off."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
 def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # no part of a name is markup
     console.print(table)
 
 

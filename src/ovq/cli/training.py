@@ -14,6 +14,7 @@ from ovq.cli.shared import (
     console,
     one_line_errors,
     progress_bar,
+    say,
     set_up,
 )
 
@@ -28,7 +29,7 @@ def build(
 
     with console.status("building the CPU kernel, about half a minute"):
         path = build_kernel(verbose)
-    console.print(f"the CPU kernel is at {path}", soft_wrap=True)
+    say(f"the CPU kernel is at {path}")
 
 
 @app.command()
@@ -73,8 +74,8 @@ def train(
         run = train_run(config, folder, progress)
     step = run["training"]["steps"]
     if run["status"] == "interrupted":
-        console.print(f"interrupted at step {step}: the same command goes on from {folder}")
+        say(f"interrupted at step {step}: the same command goes on from {folder}")
         raise typer.Exit(INTERRUPTED)
     from ovq.report import number
 
-    console.print(f"{folder}: done, {step} steps, loss {number(run['training']['losses'][-1])}")
+    say(f"{folder}: done, {step} steps, loss {number(run['training']['losses'][-1])}")
