@@ -92,9 +92,7 @@ def progress_bar(name: str, *columns: str) -> Iterator[Callable[..., None]]:
     cut = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     bar = Progress(
         SpinnerColumn(),
-        TextColumn(
-            "{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=30)
-        ),
+        TextColumn("{task.description}", markup=False, table_column=short),
         BarColumn(bar_width=12),
         TextColumn("{task.fields[counted]}"),
         TextColumn("  ".join(columns), markup=False, table_column=cut),
