@@ -115,12 +115,12 @@ def _list(experiments: list, folder: Path, names: frozenset[str]) -> None:
 
     rows: list[tuple[str, ...]] = []
     reasons: list[str] = []
-    damages: list[str] = []
+    damages: dict[str, list[str]] = {}  # the suites that each concerns
     for planned in experiments:
         try:
             record = summarize(planned, folder, known_failures(planned, folder))
         except ValueError as error:
-            damages.append(f"{planned.name}: {error}")
+            damages.setdefault(str(error), []).append(planned.name)
             continue
         for entry, about in zip(planned.entries, record["entries"], strict=True):
             if not names or entry.name in names:
@@ -128,11 +128,12 @@ def _list(experiments: list, folder: Path, names: frozenset[str]) -> None:
                 reasons += [f"{r['folder']}: {r['reason']}" for r in about["runs"] if "reason" in r]
     columns = ("entry, minutes", "runs in", "runs", "training", "measuring", "in all", "left",
                "done", "unfinished", "missing", "failed")  # fmt: skip
-    print_table(columns, rows)
+    if rows:
+        print_table(columns, rows)
     for reason in dict.fromkeys(reasons):
         say(f"failed: {reason}")
     if damages:
-        raise ValueError("; ".join(damages))
+        raise ValueError("; ".join(f"{', '.join(of)}: {what}" for what, of in damages.items()))
     if experiments[0].scale != "paper" and not names:
         left, whole = total_left(experiments, folder), total_minutes(experiments)
         say(
