@@ -75,8 +75,8 @@ def recall(scale: Scale) -> Experiment:
     if scale.name == "paper":
         variants |= {f"{name}_480m": _larger(variants[name]) for name in CORE}
     else:
-        # Two cores have no time for one that takes a quarter of an hour a run, nor for VQ with the
-        # gradient of Transformer-VQ, which learned recall in no trial.
+        # No run is to take twenty minutes, and MesaNet takes more; VQ with the gradient of
+        # Transformer-VQ learned recall in no trial.
         del variants["mesa_net"], variants["vq"]
         # The best of the dense states, given the time to learn the task: in the steps of the
         # others none of them does, and what they forget with length cannot be told from that.
